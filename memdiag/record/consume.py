@@ -1,0 +1,322 @@
+"""From a chunk of the profiler's event stream to rows of the trace."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from memdiag.record import marks as m
+from memdiag.record.facts import ModuleCall, Saved
+from memdiag.record.heap import Heap
+from memdiag.record.loopstate import LoopState
+from memdiag.record.marks import Entry
+from memdiag.record.rows import Rows
+from memdiag.trace import NONE, Kind, Level, Phase, Role
+from memdiag.trace.model import GRAD_ON, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
+
+# What an event's name says it is.
+_MEMORY, _OOM, _MARK, _NODE, _ACCUMULATE, _OPERATOR, _CONTAINER = range(7)
+_NODE_PREFIX = "autograd::engine::evaluate_function: "
+_COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::pin_memory"})
+_MOST_SEQUENCES = 500_000  # operators whose line is kept for their backward
+_ENTERS = {m.BACKWARD_START: Phase.BACKWARD, m.OPTIMIZER_START: Phase.OPTIMIZER, m.CLOSURE_START: Phase.FORWARD}
+
+
+class _Place:
+    """Where in the nesting an event stands.
+
+    Attributes:
+        span: the innermost recorded span; NONE at the top, which is the current phase.
+        operator: the operator around, which is what the script called; NONE outside any.
+        kernel: name of the innermost operator.
+        line: of the user's code.
+        node: name of the autograd node around.
+    """
+
+    __slots__ = ("kernel", "line", "node", "operator", "span")
+
+    def __init__(self, span: int, operator: int, kernel: int, line: int, node: int) -> None:
+        self.span, self.operator, self.kernel, self.line, self.node = span, operator, kernel, line, node
+
+
+class Consumer:
+    """Reads chunks in order and keeps what must be known across them: live memory, the step, the phase."""
+
+    def __init__(self, rows: Rows, start_ns: int, accelerator: bool) -> None:
+        self._rows = rows
+        self._new_span = count().__next__
+        self.heap = Heap(rows)
+        self.loop = LoopState(rows, self._new_span, start_ns)
+        self._accelerator = accelerator
+        self._codes: dict[str, tuple[int, int]] = {}
+        self._dtypes: dict[Any, str] = {}
+        self._forward: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> operator span, line
+        self._unpacked: dict[int, int] = {}
+        self.events_read = 0
+        self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
+
+    def chunk(
+        self, level: Level | None, roots: list[Any], entries: list[Entry], unpacked: list[tuple[int, int]],
+        released: list[tuple[int, int]],
+    ) -> bool:
+        """Reads a chunk.
+
+        Args:
+            level: how it was recorded.
+            roots: the event tree; its last mark is that of the cut.
+            entries: what the marks stand for.
+            unpacked, released: (save, time in ns) of saved tensors.
+
+        Returns:
+            Whether nothing was open at the cut.
+        """
+        self.heap.new_chunk()
+        closed = self._walk(roots, entries)
+        event_at = self.heap.event_at
+        self._unpacked.update((save, event_at(time)) for save, time in unpacked)
+        self._rows["save_ends"].extend(
+            (save, self._unpacked.pop(save, NONE), event_at(time)) for save, time in released)
+        return closed
+
+    def _walk(self, roots: list[Any], entries: list[Entry]) -> bool:
+        heap, loop = self.heap, self.loop
+        codes, accelerator = self._codes, self._accelerator
+        root = _Place(NONE, NONE, NONE, NONE, NONE)
+        shelved: list[tuple[int, int, int]] = []
+        closed = False
+        mine, others = _by_thread(roots)
+        # Depth first in the order of time. An entry is an event and its place, or what to do where a span ends.
+        todo: list[Any] = [(event, root) for event in mine]
+        while todo:
+            event, place = todo.pop()
+            if place is None:
+                event()
+                continue
+            if others and others[-1].start_time_ns < event.start_time_ns:
+                todo.append((event, place))
+                event, place = others.pop(), root
+            self.events_read += 1
+            name = event.name
+            code, name_id = codes.get(name) or self._classify(name)
+            if code == _MEMORY:
+                fields = event.extra_fields
+                at = place.operator
+                if at == NONE:
+                    at = place.span if place.span != NONE else loop.span
+                heap.event(
+                    fields.ptr, fields.alloc_size, fields.total_allocated,
+                    str(fields.device) if accelerator else "cpu", event.start_time_ns, at, place.line, place.kernel,
+                    place.span == NONE)
+                continue
+            if code == _OPERATOR:
+                children = event.children
+                if place.operator != NONE:
+                    # Inside another operator: only the kernel's name is of interest.
+                    if children:
+                        inner = _Place(place.span, place.operator, name_id, place.line, place.node)
+                        todo.extend([(child, inner) for child in reversed(children)])
+                    continue
+                self._operator(event, name, name_id, place, todo)
+                continue
+            if code == _MARK:
+                entry = entries[int(name[len(m.PREFIX):])]
+                kind = entry[0]
+                if kind == m.LINE:
+                    if place.span == NONE and not loop.nested:
+                        loop.code(entry[2], heap.next_event, event.start_time_ns)
+                    line = self._rows.intern(entry[1])
+                    inner = _Place(place.span, place.operator, place.kernel, line, place.node)
+                    todo.extend([(child, inner) for child in reversed(event.children)])
+                elif kind == m.SAVE:
+                    self._save(entry[1], place)
+                elif kind == m.MODULE:
+                    inner = self._module(entry[1], event, place, todo)
+                    todo.extend([(child, inner) for child in reversed(event.children)])
+                elif kind == m.CUT:
+                    closed = place is root
+                elif kind == m.CLAIM:
+                    heap.claim(entry[2])
+                elif kind in _ENTERS:
+                    # What follows on this level is not the module's own work until the matching end.
+                    shelved.append((place.span, place.operator, place.line))
+                    place.span = place.operator = NONE
+                    place.line = self._rows.intern(entry[2])
+                    loop.enter(_ENTERS[kind], heap.next_event, event.start_time_ns)
+                elif kind == m.STEP_END:
+                    if entry[2].closes:
+                        self._step_ends(entry[2], event.start_time_ns)
+                else:
+                    if shelved:
+                        place.span, place.operator, place.line = shelved.pop()
+                    loop.leave(heap.next_event, event.start_time_ns)
+                continue
+            if code == _OOM:
+                heap.out_of_memory()
+                continue
+            self._container(code, name_id, event, place, todo)
+        return closed
+
+    def _classify(self, name: str) -> tuple[int, int]:
+        if name.startswith(m.PREFIX):
+            return _MARK, NONE  # each has a name of its own: not worth keeping
+        if name == "[memory]":
+            code, text = _MEMORY, None
+        elif name == "[OutOfMemory]":
+            code, text = _OOM, None
+        elif name.startswith(_NODE_PREFIX):
+            code, text = _NODE, name[len(_NODE_PREFIX):]
+        elif name == "torch::autograd::AccumulateGrad":
+            code, text = _ACCUMULATE, name
+        elif "::" in name and not name.startswith("torch::"):
+            code, text = _OPERATOR, name
+        else:
+            code, text = _CONTAINER, name
+        found = self._codes[name] = code, self._rows.intern(text)
+        return found
+
+    def _ender(self, row: list[Any], end_ns: int) -> Any:
+        def end() -> None:
+            row[5], row[7] = self.heap.next_event, end_ns
+
+        return end
+
+    # --- what an event may be -----------------------------------------------------------------------------------
+
+    def _operator(self, event: Any, name: str, name_id: int, place: _Place, todo: list[Any]) -> None:
+        heap = self.heap
+        fields = event.extra_fields
+        signature, read = self._signature(fields.inputs)
+        sequence = fields.sequence_number
+        span = self._new_span()
+        at_top = place.span == NONE
+        if sequence >= 0:
+            self._forward[sequence] = span, place.line
+        row = [
+            span, self.loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0,
+            event.start_time_ns, 0, 0, place.line, NONE, sequence, signature, 0, NONE,
+        ]
+        self._rows["spans"].append(row)
+        todo.append((self._ender(row, event.end_time_ns), None))
+        if at_top and read and not self.loop.in_backward:
+            if name[-1] == "_" and not self.loop.nested and heap.has_role(read[0], Role.PARAMETERS):
+                self.loop.parameter_written()
+                self.writers.add(place.line)
+            since = heap.next_id
+            todo.append((lambda: heap.made_from(since, read, name in _COPIES), None))
+        inner = _Place(place.span, span, name_id, place.line, place.node)
+        todo.extend([(child, inner) for child in reversed(event.children)])
+
+    def _signature(self, inputs: list[Any]) -> tuple[int, tuple[int, ...]]:
+        """Dtypes and shapes of the tensors that went in, as text; and the addresses of their storages."""
+        addresses: list[int] = []
+        said: list[str] = []
+        for value in inputs:
+            for tensor in value if value.__class__ is list else (value,):
+                sizes = getattr(tensor, "sizes", None)
+                if sizes is None:
+                    continue
+                address = tensor.storage_data_ptr
+                if address:
+                    addresses.append(address)
+                dtype = tensor.dtype
+                text = self._dtypes.get(dtype)
+                if text is None:
+                    text = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+                said.append(f"{text}{sizes}")
+        return (self._rows.intern(", ".join(said)) if said else NONE), tuple(addresses)
+
+    def _save(self, saved: Saved, place: _Place) -> None:
+        live = self.heap.find_or_foreign(saved.address, saved.storage_bytes, saved.device, saved.foreign)
+        if live is not None and (saved.requires_grad or not saved.leaf):
+            live.saved = True
+        intern = self._rows.intern
+        span = place.operator if place.operator != NONE else place.span
+        self._rows["saves"].append((
+            saved.id, NONE if live is None else live.id, self.loop.span if span == NONE else span,
+            place.line if place.line != NONE else intern(saved.line),
+            intern(str(list(saved.shape))), intern(str(list(saved.strides))), intern(saved.dtype), saved.bytes,
+            self.heap.next_event, SAVE_GRAD * saved.requires_grad | SAVE_LEAF * saved.leaf,
+        ))
+
+    def _module(self, call: ModuleCall, event: Any, place: _Place, todo: list[Any]) -> _Place:
+        if call.row is None:
+            if place.span == NONE and not self.loop.nested:
+                self.loop.module(call.grad, self.heap.next_event, event.start_time_ns)
+            call.row = [
+                self._new_span(), self.loop.span if place.span == NONE else place.span, Kind.MODULE,
+                self._rows.intern(call.path), self.heap.next_event, 0, event.start_time_ns, 0, 0,
+                self._rows.intern(call.line), call.call, NONE, NONE,
+                GRAD_ON * call.grad | RECOMPUTE * call.recompute, NONE,
+            ]
+        row = call.row
+        end_ns = event.end_time_ns
+
+        def end() -> None:
+            if call.cut:  # the module goes on in the next chunk
+                call.cut = False
+                return
+            row[5], row[7] = self.heap.next_event, end_ns
+            self._rows["spans"].append(row)
+
+        todo.append((end, None))
+        return _Place(row[0], NONE, NONE, row[9], NONE)
+
+    def _container(self, code: int, name_id: int, event: Any, place: _Place, todo: list[Any]) -> None:
+        """A node of the graph, a custom Function, a compiled region."""
+        if code == _ACCUMULATE:
+            for value in event.extra_fields.inputs:
+                self.heap.gradient_arrives(getattr(value, "storage_data_ptr", None))
+        children = event.children
+        if code == _ACCUMULATE or name_id == place.node:
+            # A node makes two events, one inside the other.
+            todo.extend([(child, place) for child in reversed(children)])
+            return
+        sequence = event.extra_fields.sequence_number
+        line, forward, node = place.line, NONE, NONE
+        if code == _NODE:
+            node = name_id
+            forward, line = self._forward_of(sequence, line)
+        row = [
+            self._new_span(), self.loop.span if place.span == NONE else place.span,
+            Kind.NODE if code == _NODE else Kind.FUNCTION, name_id, self.heap.next_event, 0, event.start_time_ns, 0, 0,
+            line, NONE, sequence, NONE, 0, forward,
+        ]
+        self._rows["spans"].append(row)
+        todo.append((self._ender(row, event.end_time_ns), None))
+        inner = _Place(row[0], NONE, NONE, line, node)
+        todo.extend([(child, inner) for child in reversed(children)])
+
+    def _forward_of(self, sequence: int, line: int) -> tuple[int, int]:
+        """The operator that a node undoes, and its line.
+
+        An operator is known by the number it began with; those that it made inside itself have the next few.
+        """
+        if sequence >= 0:
+            for number in range(sequence, max(sequence - 16, -1), -1):
+                found = self._forward.get(number)
+                if found is not None:
+                    return found
+        return NONE, line
+
+    def _step_ends(self, end: Any, time_ns: int) -> None:
+        step = self.loop.step
+        self.loop.close_step(end, self.heap.live_bytes(), self.heap.next_event, time_ns)
+        self._rows["device_stats"].extend(
+            (step, self.heap.devices.index(device), self._rows.intern(name), value)
+            for device, name, value in end.device_stats if device in self.heap.devices)
+        if len(self._forward) > _MOST_SEQUENCES:
+            for number in sorted(self._forward)[: _MOST_SEQUENCES // 2]:
+                del self._forward[number]
+
+    def finish(self, time_ns: int) -> None:
+        """Closes what is open: the recording has ended."""
+        self.loop.finish(self.heap.next_event, time_ns)
+
+
+def _by_thread(roots: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Roots of the thread that closed the chunk, and those of others (CUDA's backward threads), last first."""
+    if not roots:
+        return [], []
+    own = next((e.start_tid for e in reversed(roots) if e.name.startswith(m.PREFIX)), roots[-1].start_tid)
+    roots = sorted(roots, key=lambda event: event.start_time_ns, reverse=True)
+    return [e for e in roots if e.start_tid == own], [e for e in roots if e.start_tid != own]

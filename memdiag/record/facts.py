@@ -1,0 +1,126 @@
+"""What the hooks hand to the consumer: small values, no live objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from memdiag.trace import Role
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plain(hook: Callable[P, R]) -> Callable[P, R]:
+    """Runs a hook of ours outside every torch function override, our own line marks included."""
+
+    @functools.wraps(hook)
+    def without_overrides(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return hook(*args, **kwargs)
+
+    return without_overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A live object says what a storage is.
+
+    Attributes:
+        address: of the storage, or of any byte in it.
+        bytes: of the storage.
+        device: "cpu", "cuda:0"…
+        foreign: the storage is not PyTorch's own (NumPy's, or mapped from a file).
+        from_birth: the claim holds for the whole life of the allocation, not from now on.
+    """
+
+    role: Role
+    address: int
+    bytes: int
+    device: str
+    name: str | None
+    proof: str
+    foreign: bool = False
+    from_birth: bool = True
+
+
+def claim(tensor: torch.Tensor, role: Role, name: str | None, proof: str, from_birth: bool = True) -> Claim | None:
+    """The claim that a tensor's storage makes; None where it has no storage of its own to speak of."""
+    found = storage_of(tensor)
+    if found is None:
+        return None
+    address, size, foreign = found
+    return Claim(role, address, size, str(tensor.device), name, proof, foreign, from_birth)
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
+    """Address, bytes and whether it is foreign; None for tensors without a storage (meta, sparse, wrappers)."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+    except (NotImplementedError, RuntimeError):  # wrapper subclasses and fake tensors hold no memory
+        return None
+    size = storage.nbytes()
+    return (address, size, not storage.resizable()) if address and size else None
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        path: qualified name, as a report prints it.
+        call: number of this call among those of the module, from 0.
+        grad: autograd was recording.
+        recompute: the call came from inside backward.
+        line: of the user's code that led to the call.
+        outermost: no other module call encloses it.
+        start_ns, end_ns: set for outermost calls, which light recording sees too.
+        row: the consumer's row of the call, once it has begun.
+        cut: the chunk ends and the call goes on.
+    """
+
+    path: str
+    call: int
+    grad: bool
+    recompute: bool
+    line: str | None
+    outermost: bool
+    start_ns: int = 0
+    end_ns: int = 0
+    row: list[Any] | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd packed."""
+
+    id: int
+    address: int
+    storage_bytes: int
+    foreign: bool
+    device: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    bytes: int
+    requires_grad: bool
+    leaf: bool
+    line: str | None
+
+
+@dataclass(slots=True)
+class StepEnd:
+    """A step that may close here: whether it does is known when the next one begins, at the latest."""
+
+    closes: bool = True
+    host_rss: int = -1
+    input_shapes: str | None = None
+    device_stats: list[tuple[str, str, int]] = field(default_factory=list)

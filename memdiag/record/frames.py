@@ -1,0 +1,118 @@
+"""Which line of the user's own code is running."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
+
+_USER, _LIBRARY, _HIDDEN = 2, 1, 0
+_seen: dict[CodeType, int] = {}
+
+
+def _rank(code: CodeType) -> int:
+    """How much a line of this code tells a user: their own code most, a library's some, the machinery nothing."""
+    name = code.co_filename
+    if name.startswith("<frozen") or name in ("<string>", "<stdin>"):
+        rank = _HIDDEN
+    elif name.startswith((_OWN, _TORCH)):
+        rank = _HIDDEN
+    elif name.startswith(_PACKAGES):
+        rank = _LIBRARY
+    elif name.startswith(_STDLIB):
+        rank = _HIDDEN
+    else:
+        rank = _USER
+    _seen[code] = rank
+    return rank
+
+
+def user_line(frame: FrameType | None) -> str | None:
+    """``file.py:12`` of the nearest frame outside torch, the standard library and installed packages.
+
+    Where every frame is in installed packages (``-m package.train`` of an installed one), the nearest of those;
+    None where there is neither.
+    """
+    library: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        rank = _seen.get(code)
+        if rank is None:
+            rank = _rank(code)
+        if rank == _USER:
+            return _text(code, frame.f_lineno)
+        if rank == _LIBRARY and library is None:
+            library = frame
+        frame = frame.f_back
+    return None if library is None else _text(library.f_code, library.f_lineno)
+
+
+_texts: dict[tuple[CodeType, int], str] = {}
+
+
+def _text(code: CodeType, line: int) -> str:
+    text = _texts.get((code, line))
+    if text is None:
+        text = _texts[code, line] = f"{os.path.abspath(code.co_filename)}:{line}"
+    return text
+
+
+def in_torch(code: CodeType) -> bool:
+    """Whether code belongs to torch itself."""
+    return code.co_filename.startswith(_TORCH)
+
+
+def inside_torch_call(frame: FrameType | None) -> bool:
+    """Whether torch code that may hold an operator open called us: a custom Function, a custom operator, jit.
+
+    Module calls, optimizers and context managers keep no operator open.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_TORCH) and name[len(_TORCH) :].startswith(_HOLDING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_HOLDING = tuple(
+    part.replace("/", os.sep)
+    for part in ("autograd/function.py", "_ops.py", "_library/", "library.py", "jit/", "_functorch/", "_dynamo/",
+                 "_higher_order_ops/")
+)
+
+
+
+def defines(owner: type, line: str) -> bool:
+    """Whether a line of code, ``file.py:12``, is inside a method of a class."""
+    file, _, number = line.rpartition(":")
+    for method in vars(owner).values():
+        code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+        if code is not None and os.path.abspath(code.co_filename) == file:
+            lines = [at for _, _, at in code.co_lines() if at is not None]
+            if min(lines) <= int(number) <= max(lines):
+                return True
+    return False
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables, leaving nothing behind that would keep them alive.
+
+    Before Python 3.13 a function's frame keeps the dictionary it shows, and with it every tensor in it, until the
+    function returns. It is emptied here, unless somebody else has asked for it too (``locals()``).
+    """
+    shown = frame.f_locals
+    copied = dict(shown)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(shown) <= 3:
+        shown.clear()
+    return copied

@@ -1,0 +1,212 @@
+"""What is allocated now, by address, and the rows that its coming and going makes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from memdiag.record.facts import Claim
+from memdiag.record.rows import Rows
+from memdiag.trace import NONE, Pool, Role
+
+_MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
+
+
+@dataclass(slots=True)
+class Live:
+    """An allocation that has not been freed."""
+
+    id: int
+    bytes: int
+    device: int
+    pool: Pool
+    loose: bool = False  # born outside modules and backward: its birth says little of what it is
+    saved: bool = False
+    sources: tuple[int, ...] = ()  # addresses that the script's own operator read to make it
+    claims: dict[Role, str | None] = field(default_factory=dict)  # and the name, where one is known
+
+
+class Heap:
+    """Live allocations, numbered as rows of the trace.
+
+    Attributes:
+        devices: names by index.
+        next_event: the number that the next memory event gets.
+        next_id: the number that the next allocation gets.
+        peak_bytes: the most that any one device's allocator held at once.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.devices: list[str] = []
+        self.next_event = 0
+        self.next_id = 0
+        self.peak_bytes = 0
+        self._at: dict[int, Live] = {}
+        self._live: list[int] = []  # bytes in the allocator's pool, by device
+        self._total: list[int | None] = []  # the same in the allocator's own words
+        self._times: list[int] = []  # of this chunk's events
+        self._first = 0  # the first of them
+        self._marks = 0
+
+    def new_chunk(self) -> None:
+        self._times, self._first = [], self.next_event
+
+    def event_at(self, time_ns: int) -> int:
+        """The number of memory events before a moment of this chunk."""
+        return self._first + bisect_right(self._times, time_ns)
+
+    def live_bytes(self) -> int:
+        """Bytes that the allocator holds now: the accelerator's where one is in use, else the CPU's."""
+        used = [bytes_ for name, bytes_ in zip(self.devices, self._live, strict=True) if name != "cpu"]
+        return max(used) if used else sum(self._live)
+
+    # --- coming and going --------------------------------------------------------------------------------------
+
+    def event(
+        self, address: int, size: int, total: int, device: str, time_ns: int, span: int, line: int, kernel: int,
+        loose: bool = False,
+    ) -> None:
+        """An event of the stream: an allocation where ``size`` is positive, else a free.
+
+        ``total`` is the allocator's own count after it. It checks ours: a difference is booked as ``unseen``.
+        """
+        found = self._at.get(address)
+        if size > 0:
+            if found is not None:
+                # Freed on a thread that the profiler does not watch: we learn of it when the address comes back.
+                self._free(address, found, time_ns)
+                self._mark("memory freed by another thread: counted as live until its address was used again",
+                           -found.bytes)
+            pool = Pool.MAPPED if total == 0 else Pool.ALLOCATOR
+            found = self._allocate(address, size, device, pool, self.next_event, time_ns, span, line, kernel)
+            found.loose = loose
+            self._happens(time_ns)
+        elif found is None:
+            self._mark("a free of memory whose allocation was not seen", size)
+            return
+        else:
+            self._free(address, found, time_ns)
+        if found.pool == Pool.ALLOCATOR:
+            expected = self._total[found.device]
+            if expected is not None and total != expected + size:
+                self._mark("the allocator's total changed without an event", total - expected - size)
+            self._total[found.device] = total
+
+    def _allocate(
+        self, address: int, size: int, device: str, pool: Pool, event: int, time_ns: int, span: int, line: int,
+        kernel: int,
+    ) -> Live:
+        if device not in self.devices:
+            self.devices.append(device)
+            self._live.append(0)
+            self._total.append(None)
+        index = self.devices.index(device)
+        live = self._at[address] = Live(self.next_id, size, index, pool)
+        if pool == Pool.ALLOCATOR:
+            self._live[index] += size
+            self.peak_bytes = max(self.peak_bytes, self._live[index])
+        self._rows["allocations"].append((index, pool, address, size, event, time_ns, span, line, kernel, NONE))
+        self.next_id += 1
+        return live
+
+    def _free(self, address: int, live: Live, time_ns: int) -> None:
+        del self._at[address]
+        if live.pool == Pool.ALLOCATOR:
+            self._live[live.device] -= live.bytes
+        self._rows["frees"].append((live.id, self.next_event, time_ns))
+        self._happens(time_ns)
+
+    def _happens(self, time_ns: int) -> None:
+        self.next_event += 1
+        self._times.append(time_ns)
+
+    def was_there(self, address: int, size: int, device: str, foreign: bool, time_ns: int) -> None:
+        """Memory from before the recording, found by an inventory."""
+        if address not in self._at:
+            pool = Pool.NUMPY if foreign else Pool.ALLOCATOR
+            self._allocate(address, size, device, pool, NONE, time_ns, NONE, NONE, NONE)
+
+    def is_gone(self, address: int, size: int, time_ns: int) -> None:
+        """Memory without events of its own was freed: what a finalizer of ours saw."""
+        found = self._at.get(address)
+        if found is not None and found.bytes == size:
+            self._free(address, found, time_ns)
+
+    def _mark(self, text: str, size: int) -> None:
+        if self._marks < _MAX_MARKS:
+            self._marks += 1
+            self._rows["marks"].append((self.next_event, self._rows.intern("unseen"), self._rows.intern(text), size))
+
+    def out_of_memory(self) -> None:
+        self._rows["marks"].append((
+            self.next_event, self._rows.intern("oom"), self._rows.intern("the device ran out of memory"), 0))
+
+    # --- what it is --------------------------------------------------------------------------------------------
+
+    def find(self, address: int) -> Live | None:
+        """The live allocation whose range holds an address."""
+        exact = self._at.get(address)
+        if exact is not None:
+            return exact
+        # Rare: a storage that begins inside an allocation (a slice of a flat buffer).
+        return next((live for start, live in self._at.items() if start < address < start + live.bytes), None)
+
+    def find_or_foreign(self, address: int, size: int, device: str, foreign: bool) -> Live | None:
+        """The same, where a storage that is not PyTorch's own becomes an allocation when it is first seen."""
+        found = self.find(address)
+        if found is None and foreign:
+            time = self._times[-1] if self._times else 0
+            found = self._allocate(address, size, device, Pool.NUMPY, self.next_event, time, NONE, NONE, NONE)
+            self._happens(time)
+        return found
+
+    def claim(self, claims: list[Claim]) -> None:
+        for c in claims:
+            live = self.find_or_foreign(c.address, c.bytes, c.device, c.foreign)
+            if live is not None:
+                self.say(live, c.role, c.name, c.proof, c.from_birth)
+
+    def say(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool = True) -> None:
+        if role in live.claims and (name is None or live.claims[role] is not None):
+            return
+        live.claims[role] = name
+        self._rows["claims"].append((
+            live.id, NONE if from_birth else self.next_event, role, self._rows.intern(name), self._rows.intern(proof)))
+        if role is Role.INPUTS:
+            for address in live.sources:
+                source = self._at.get(address)
+                if source is not None and source.loose and not source.saved and not source.claims:
+                    self.say(source, Role.INPUTS, None, "what an input was made from")
+
+    def has_role(self, address: int, role: Role) -> bool:
+        live = self._at.get(address)
+        return live is not None and role in live.claims
+
+    def made_from(self, since_id: int, sources: tuple[int, ...], copy: bool) -> None:
+        """The script's own operator has ended: what it read, for the live allocations that it made.
+
+        Args:
+            since_id: the first allocation that is its.
+            copy: it only copies or moves: what comes of an input is an input.
+        """
+        # The youngest entries of the dictionary come last.
+        for live in reversed(self._at.values()):
+            if live.id < since_id:
+                break
+            live.sources = sources
+            if copy and any(self.has_role(address, Role.INPUTS) for address in sources):
+                self.say(live, Role.INPUTS, None, "a copy of an input")
+
+    def gradient_arrives(self, address: int | None) -> None:
+        """A storage was handed to AccumulateGrad: it becomes a parameter's gradient, or is added to it."""
+        live = self._at.get(address) if address else None
+        if live is not None:
+            self.say(live, Role.GRADIENTS, None, "handed to AccumulateGrad")
+
+    def unexplained(self) -> dict[int, Live]:
+        """Live allocations that only a look at who holds them can explain, by address."""
+        return {
+            address: live for address, live in self._at.items()
+            if live.loose and not live.saved and not live.claims and live.pool == Pool.ALLOCATOR
+        }

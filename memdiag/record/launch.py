@@ -1,0 +1,375 @@
+"""Runs a user's script in this process so that it behaves as under plain ``python``.
+
+What a script can still tell: ``sys.orig_argv`` says how the process was really started, and code that walks the stack
+past the script's first frame (``traceback.print_stack``, a warning with too large a ``stacklevel``) finds the frames
+of the launcher below it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import marshal
+import os
+import pkgutil
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from memdiag.errors import MemdiagError
+
+INTERRUPTED = -signal.SIGINT
+"""The status of a script that ended by an unhandled KeyboardInterrupt: it dies of the signal, not with a number."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run.
+
+    Attributes:
+        path: a script, or a folder or zip file with a ``__main__.py``, as written on the command line.
+        module: instead of a path, a module or package as ``python -m`` takes it.
+        args: what the script finds in ``sys.argv[1:]``.
+    """
+
+    path: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.module is None):
+            raise ValueError("a target is either a path or a module")
+
+    @property
+    def stem(self) -> str:
+        """A name for files about this script: ``train`` for ``src/train.py``, ``a.b`` for ``-m a.b``."""
+        if self.path is None:
+            return str(self.module)
+        return os.path.splitext(os.path.basename(os.path.abspath(self.path)))[0]
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line after ``python``."""
+        return [self.path, *self.args] if self.path is not None else ["-m", str(self.module), *self.args]
+
+
+def check(target: Target) -> None:
+    """Says what is wrong with a target before anything starts; runs none of the user's code.
+
+    Raises:
+        MemdiagError: for a file that is missing or cannot be read, a folder or zip file without ``__main__``, a module
+            that cannot be found, a package without ``__main__``.
+    """
+    if target.path is not None:
+        _check_path(target.path)
+    else:
+        _check_module(str(target.module))
+
+
+def run(target: Target, watch: AbstractContextManager[Any]) -> int:
+    """Runs the script to its end and returns its exit status; :func:`leave` ends the process with it.
+
+    ``watch`` is entered right before the user's first line. It is left once the script and its non-daemon threads are
+    done, with the exception that ended the script, if one did (not for SystemExit). Whatever leaving it raises is said
+    on standard error and does not change the status.
+
+    ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]`` stay the script's own, since its exit handlers run after
+    this. In a child that the script forked and that reaches the end of the script, this never returns: the child
+    leaves as it would have, without touching ``watch``.
+
+    Returns:
+        0 to 255, or INTERRUPTED.
+    """
+    stderr, pid = sys.stderr, os.getpid()
+    names = _stage(target)
+    error: BaseException | None = None
+    # The script can go as deep as alone, and a RecursionError looks the same.
+    sys.setrecursionlimit(sys.getrecursionlimit() + _depth())
+    watch.__enter__()
+    try:
+        exec(_code(target, names), names)
+    except BaseException as caught:
+        error = caught
+    # Outside the `except`: the user's hook must find no exception being handled.
+    if target.path is not None and names["__spec__"] is None:
+        _flush()  # python does so after a script, not after a module
+    status = 0 if error is None else _end(error)
+    if isinstance(error, SystemExit):
+        error = None  # what its frames hold goes now, before threads are waited for
+    _join_threads()
+    if os.getpid() != pid:
+        leave(status)
+    try:
+        watch.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+    except (Exception, KeyboardInterrupt):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed stderr: there is nowhere to say it
+            stderr.write("memdiag: error: the script ran to its end, but ending the recording failed:\n")
+            traceback.print_exc(file=stderr)
+    return status
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with a status that :func:`run` returned."""
+    if status != INTERRUPTED:
+        sys.exit(status)
+    # The interpreter dies of SIGINT, after exit handlers, only where a KeyboardInterrupt comes out of the main
+    # program. Its traceback was shown when the script ended.
+    hook = sys.excepthook
+
+    def once(*_: object) -> None:
+        sys.excepthook = hook
+
+    sys.excepthook = once
+    raise KeyboardInterrupt
+
+
+def _check_path(path: str) -> None:
+    if path == "-":
+        raise MemdiagError("a script on standard input cannot be profiled; save it to a file")
+    if not os.path.exists(path):
+        if os.path.basename(path) == path and shutil.which(path):
+            raise MemdiagError(
+                f"{path} is a program; name the Python script itself (a launcher goes in front: "
+                "torchrun ... -m memdiag profile train.py)"
+            )
+        hint = "" if path.endswith(".py") else f" (to run a module, write -m {path})"
+        raise MemdiagError(f"{path}: no such file{hint}")
+    if not os.access(path, os.R_OK):
+        raise MemdiagError(f"{path}: cannot be read; check its permissions")
+    if _is_importable(path):
+        if importlib.machinery.PathFinder.find_spec("__main__", [path]) is None:
+            raise MemdiagError(f"{path}: has no __main__.py to run; name the script inside it")
+    elif os.path.isdir(path):
+        raise MemdiagError(f"{path}: is a folder that cannot be listed; check its permissions")
+
+
+def _is_importable(path: str) -> bool:
+    """Whether python treats the path as a place to import ``__main__`` from: a folder or a zip file."""
+    return pkgutil.get_importer(path) is not None
+
+
+def _check_module(name: str) -> None:
+    if name.endswith(".py"):
+        raise MemdiagError(f"-m {name}: -m takes a module's name; write -m {name[:-3]}, or {name} without -m")
+    if name.startswith(".") or not all(name.split(".")):
+        raise MemdiagError(f"-m {name}: not a module's name; write it in full, as in -m package.module")
+    with _importing_from_here():
+        missing = _missing_part(name)
+    if missing == name:
+        raise MemdiagError(f"-m {name}: no module of this name in the current folder or where Python looks")
+    if missing is not None:
+        raise MemdiagError(f"-m {name}: no module named {missing}, so there is nothing to run")
+
+
+@contextlib.contextmanager
+def _importing_from_here() -> Iterator[None]:
+    before = sys.path[:]
+    _search_first(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _missing_part(name: str) -> str | None:
+    """The first part of a dotted name that is not there, found without importing any; None where it cannot be told."""
+    parts = name.split(".")
+    where: Any = None
+    for count in range(1, len(parts) + 1):
+        part = ".".join(parts[:count])
+        try:
+            spec = _find(part, where)
+        except Exception:  # a finder that needs the parent imported: then only running it can tell
+            return None
+        if spec is None:
+            return part
+        where = spec.submodule_search_locations
+        if where is None:
+            return None if part == name else ".".join(parts[: count + 1])
+        if _may_move_its_path(spec):
+            return None
+    return None if _find(f"{name}.__main__", where) else f"{name}.__main__"
+
+
+def _find(name: str, where: Any) -> importlib.machinery.ModuleSpec | None:
+    found = (finder.find_spec(name, where) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
+
+
+def _may_move_its_path(spec: importlib.machinery.ModuleSpec) -> bool:
+    """Whether a package may look for its modules elsewhere once imported: then only running it can tell."""
+    try:
+        source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
+    except (AttributeError, ImportError):
+        return spec.origin is not None
+    return source is None or "__path__" in source
+
+
+def _stage(target: Target) -> dict[str, Any]:
+    """Makes ``sys`` look as at the start of the script; returns the names of its fresh ``__main__``."""
+    main = ModuleType("__main__")
+    names = main.__dict__
+    if "__annotations__" in sys.modules["__main__"].__dict__:  # up to Python 3.13
+        names["__annotations__"] = {}
+    names["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.argv[:] = ["-m" if target.path is None else target.path, *target.args]
+    if target.path is None:
+        _search_first(os.getcwd())
+    elif _is_importable(target.path):
+        _search_first(_absolute(target.path), even_if_safe=True)
+    else:
+        _search_first(os.path.dirname(os.path.realpath(target.path)))
+    return names
+
+
+def _search_first(folder: str, even_if_safe: bool = False) -> None:
+    # Python put a folder of ours first, except in safe mode, where it puts none.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[0] = folder
+    elif even_if_safe:
+        sys.path.insert(0, folder)
+
+
+def _absolute(path: str) -> str:
+    """The path as python makes it absolute: without tidying ``..`` and the like."""
+    return os.getcwd() if path == "." else os.path.join(os.getcwd(), path)
+
+
+def _depth() -> int:
+    frame, depth = sys._getframe().f_back, 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def _code(target: Target, names: dict[str, Any]) -> CodeType:
+    """The code to run, with what its ``__main__`` says of itself filled in."""
+    if target.path is not None and not _is_importable(target.path):
+        return _script_code(_absolute(target.path), names)
+    import runpy
+
+    # Not public, but what `python -m` itself calls, and the same since Python 3.4.
+    private: Any = runpy
+    try:
+        if target.path is None:
+            _, spec, code = private._get_module_details(target.module, private._Error)
+        else:
+            _, spec, code = private._get_main_module_details(private._Error)
+    except private._Error as error:
+        raise SystemExit(f"{sys.executable}: {error}") from None
+    if target.path is None:
+        sys.argv[0] = spec.origin
+    names.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    return code  # type: ignore[no-any-return]
+
+
+def _script_code(path: str, names: dict[str, Any]) -> CodeType:
+    with io.open_code(path) as file:
+        source = file.read()
+    compiled = source.startswith(importlib.util.MAGIC_NUMBER)
+    loader = importlib.machinery.SourcelessFileLoader if compiled else importlib.machinery.SourceFileLoader
+    names.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+    if compiled:
+        code: CodeType = marshal.loads(source[16:])
+        return code
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stderr, sys.stdout):
+        # As python does: what cannot be written now fails, and is told, when the interpreter ends.
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _end(error: BaseException) -> int:
+    """Shows an exception that ended the script as python does; returns the exit status."""
+    if isinstance(error, SystemExit):
+        return _exit_status(error)
+    error.__traceback__ = trace = _users(error.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    failure: BaseException | None = None
+    if not hasattr(sys, "excepthook"):
+        _complain("sys.excepthook is missing\n")
+        sys.__excepthook__(type(error), error, trace)
+    else:
+        try:
+            sys.excepthook(type(error), error, trace)
+        except BaseException as caught:
+            failure = caught
+    if isinstance(failure, SystemExit):
+        return _exit_status(failure)
+    if failure is not None:
+        _complain("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(failure), failure, _users(failure.__traceback__))
+        _complain("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, trace)
+    return INTERRUPTED if type(error) is KeyboardInterrupt else 1
+
+
+def _exit_status(error: SystemExit) -> int:
+    code = error.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return int(code) & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+    try:
+        text = str(code)
+    except Exception:
+        text = ""  # python, too, only ends the line
+    _complain(text)
+    _complain("\n")
+    return 1
+
+
+def _complain(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+
+
+_OURS = {__name__, "runpy", "importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
+
+
+def _users(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback from the user's first frame on; None where none of theirs is in it."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _OURS:
+        trace = trace.tb_next
+    return trace
+
+
+def _join_threads() -> None:
+    # What the interpreter calls when the main program has ended. Joining by hand would wait forever for the workers
+    # of a thread pool that was left open.
+    private: Any = threading
+    failure: BaseException | None = None
+    try:
+        private._shutdown()
+    except BaseException as caught:
+        failure = caught
+    if failure is not None:
+        trace = _users(failure.__traceback__)
+        message = "Exception ignored on threading shutdown" if sys.version_info >= (3, 13) else None
+        arguments: Any = sys.UnraisableHookArgs
+        sys.unraisablehook(arguments((type(failure), failure, trace, message, threading)))

@@ -1,0 +1,236 @@
+"""The training loop, watched from outside: backward calls, optimizer steps, batches from loaders."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import dataloader
+
+from memdiag.record import marks as m
+from memdiag.record.facts import Claim, StepEnd, claim, plain
+from memdiag.record.frames import user_line
+from memdiag.record.marks import Marks
+from memdiag.record.modules import tensors_in
+from memdiag.record.steps import Steps
+from memdiag.trace import Role
+
+
+class Loop:
+    """Wraps the one way into backward, hooks every optimizer, and tells where steps end.
+
+    Args:
+        active: whether the calling thread is recorded.
+        name_of: the name of a parameter, where a module of that name has been called.
+        step_ended: called where a step may have ended; may cut the stream, or end the script.
+    """
+
+    def __init__(
+        self, marks: Marks, active: Callable[[], bool], name_of: Callable[[torch.Tensor], str | None],
+        step_ended: Callable[[StepEnd], None],
+    ) -> None:
+        self._marks, self._active, self._name_of, self._step_ended = marks, active, name_of, step_ended
+        self.steps = Steps()
+        self._backward = 0
+        self._optimizer = 0
+        self._stepped = False
+        self._undo: list[Callable[[], None]] = []
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def start(self) -> None:
+        self._wrap(torch.autograd, "_engine_run_backward", self._watch_backward)
+        # A step that the scaler skips because of an infinite gradient calls no optimizer, and is a step all the same.
+        self._wrap(GradScaler, "step", self._watch_scaler)
+        for loader in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
+            self._wrap(loader, "_next_data", self._watch_loader)
+        for handle in (
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._undo.append(handle.remove)
+
+    def stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _wrap(self, owner: Any, name: str, watch: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = owner.__dict__[name]
+        replacement = functools.wraps(original)(watch(original))
+        setattr(owner, name, replacement)
+
+        def undo() -> None:
+            if owner.__dict__.get(name) is replacement:  # else somebody has wrapped it once more: leave theirs
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backward > 0
+
+    @property
+    def busy(self) -> bool:
+        """Inside a backward call or an optimizer's step."""
+        return self._backward > 0 or self._optimizer > 0
+
+    def owns(self, parameters: list[torch.Tensor]) -> None:
+        """Parameters whose gradients are to be looked for after each backward."""
+        for p in parameters:
+            if id(p) not in self._parameters or self._parameters[id(p)]() is not p:
+                self._parameters[id(p)] = weakref.ref(p)
+
+    # --- forward and backward -----------------------------------------------------------------------------------
+
+    def forward_begins(self, grad: bool) -> None:
+        """An outermost module call begins."""
+        self._drop_stale(sys._getframe(1), entering=False)
+        if grad and not self.busy and self.steps.forward_begins():
+            self.mark_step_end(StepEnd())
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._active() or self._backward:
+                return original(*args, **kwargs)
+            if not self._optimizer and self.steps.forward_begins():
+                self.mark_step_end(StepEnd())
+            self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)))
+            self._backward += 1
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._backward -= 1
+                self._marks.instant(m.BACKWARD_END)
+            self._claim_gradients(result)
+            if not self._optimizer:
+                self.steps.backward_ended()
+            return result
+
+        return run_backward
+
+    @plain
+    def _claim_gradients(self, result: Any) -> None:
+        claims: list[Claim | None] = []
+        for gradient in tensors_in(result):
+            claims.append(claim(gradient, Role.GRADIENTS, None, "returned by torch.autograd.grad"))
+        for reference in self._parameters.values():
+            parameter = reference()
+            gradient = None if parameter is None else parameter.grad
+            if parameter is not None and gradient is not None:
+                claims.append(claim(gradient, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter"))
+        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+    # --- optimizers ---------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._active():
+            return None
+        self._drop_stale(sys._getframe(1), entering=True)
+        self._optimizer += 1
+        if self._optimizer > 1:  # super().step()
+            return None
+        self._stepped = True
+        self.steps.optimizer_begins(optimizer)
+        self._claim_parameters(optimizer)
+        self._marks.instant(m.OPTIMIZER_START, user_line(sys._getframe(1)))
+        return self._with_own_closure(args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._active() or not self._optimizer:
+            return
+        self._optimizer -= 1
+        if self._optimizer == 0:
+            self._claim_state(optimizer)
+            self._marks.instant(m.OPTIMIZER_END)
+            self.mark_step_end(self.steps.optimizer_ended(optimizer))
+
+    def _watch_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._active() or not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            self._stepped = False
+            result = original(scaler, optimizer, *args, **kwargs)
+            if not self._stepped:
+                self.steps.optimizer_begins(optimizer)
+                self.mark_step_end(self.steps.optimizer_ended(optimizer))
+            return result
+
+        return step
+
+    def mark_step_end(self, end: StepEnd) -> None:
+        self._marks.instant(m.STEP_END, end)
+        self._step_ended(end)
+
+    def _with_own_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a step with its closure, a forward and backward of its own, in phases of its own."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        @functools.wraps(closure, updated=())
+        def watched(*a: Any, **k: Any) -> Any:
+            self._marks.instant(m.CLOSURE_START, None)
+            try:
+                return closure(*a, **k)
+            finally:
+                self._marks.instant(m.CLOSURE_END)
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
+
+    def _drop_stale(self, frame: FrameType | None, entering: bool) -> None:
+        """Forgets an optimizer's step that ended in an exception: no hook said so."""
+        if not self._optimizer:
+            return
+        running = -1 if entering else 0
+        while frame is not None:
+            running += frame.f_code is _STEP_WRAPPER
+            frame = frame.f_back
+        while self._optimizer > running:
+            self._optimizer -= 1
+            if self._optimizer == 0:
+                self._marks.instant(m.OPTIMIZER_END)
+
+    @plain
+    def _claim_parameters(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.owns(parameters)
+        claims = [claim(p, Role.PARAMETERS, self._name_of(p), "a parameter of an optimizer") for p in parameters]
+        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+    @plain
+    def _claim_state(self, optimizer: Optimizer) -> None:
+        claims: list[Claim | None] = []
+        for owner, state in list(optimizer.state.items()):
+            name = self._name_of(owner) if isinstance(owner, torch.Tensor) else None
+            for key, value in list(state.items()) if isinstance(state, dict) else [("", state)]:
+                text = None if name is None else f"{name}.{key}"
+                claims += [claim(t, Role.OPTIMIZER_STATE, text, "in an optimizer's state") for t in tensors_in(value)]
+        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def _watch_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def next_data(*args: Any, **kwargs: Any) -> Any:
+            data = original(*args, **kwargs)
+            if self._active():
+                self._claim_batch(data)
+            return data
+
+        return next_data
+
+    @plain
+    def _claim_batch(self, data: Any) -> None:
+        claims = [claim(t, Role.INPUTS, None, "yielded by a DataLoader") for t in tensors_in(data)]
+        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+
+_STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__

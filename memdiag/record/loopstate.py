@@ -1,0 +1,109 @@
+"""Steps and phases, followed along the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memdiag.record.facts import StepEnd
+from memdiag.record.rows import Rows
+from memdiag.trace import NONE, Kind, Level, Phase
+
+
+class LoopState:
+    """The current step and phase, and the spans that they become.
+
+    Rules: docs/how-it-works.md. Everything belongs to some step and phase: what comes before the first step
+    closes is in step 0, what comes after the last is in a step that has a span but no row in ``steps``.
+    """
+
+    def __init__(self, rows: Rows, new_span: Callable[[], int], start_ns: int) -> None:
+        self._rows = rows
+        self._new = new_span
+        self.step = 0
+        self.phase = Phase.FORWARD
+        self._step_span = self._new()
+        self._step_start = (0, start_ns)
+        self.span = self._new()
+        self._phase_start = (0, start_ns)
+        self._after_backward = False
+        self._enclosing: list[Phase] = []
+        self.level = Level.FULL
+
+    @property
+    def nested(self) -> bool:
+        """Inside a backward call or an optimizer's step."""
+        return bool(self._enclosing)
+
+    @property
+    def in_backward(self) -> bool:
+        return self.phase is Phase.BACKWARD
+
+    def set(self, phase: Phase, event: int, ns: int) -> None:
+        if phase is not self.phase:
+            self._close_phase(event, ns)
+            self.phase = phase
+
+    def enter(self, phase: Phase, event: int, ns: int) -> None:
+        """A backward call, an optimizer's step or its closure begins."""
+        self._enclosing.append(self.phase)
+        self.set(phase, event, ns)
+
+    def leave(self, event: int, ns: int) -> None:
+        """It ends: outermost ones leave to ``other``, since what follows is neither forward nor the same again."""
+        if not self._enclosing:
+            return
+        ended, before = self.phase, self._enclosing.pop()
+        if ended is Phase.BACKWARD:
+            self._after_backward = True
+        self.set(before if self._enclosing else Phase.OTHER, event, ns)
+
+    def module(self, grad: bool, event: int, ns: int) -> None:
+        """An outermost module call, outside backward and the optimizer."""
+        if grad:
+            self._after_backward = False
+        self.set(Phase.FORWARD if grad else Phase.EVALUATION, event, ns)
+
+    def code(self, grad: bool, event: int, ns: int) -> None:
+        """A torch function called by the script outside modules, backward and the optimizer."""
+        if grad:
+            if not self._after_backward:
+                self.set(Phase.FORWARD, event, ns)
+            elif self.phase is Phase.EVALUATION:
+                self.set(Phase.OTHER, event, ns)
+        elif self.phase is Phase.FORWARD:
+            self.set(Phase.OTHER, event, ns)
+
+    def parameter_written(self) -> None:
+        """The script itself wrote to a parameter in place: between a backward and the next forward, that is its
+        optimizer, and so is what led up to it."""
+        if self._after_backward and self.phase is Phase.OTHER:
+            self.phase = Phase.OPTIMIZER
+
+    def close_step(self, end: StepEnd, end_bytes: int, event: int, ns: int) -> None:
+        self._close_phase(event, ns)
+        self._span_row(self._step_span, NONE, Kind.STEP, str(self.step), self._step_start, event, ns)
+        self._rows["steps"].append((
+            self.step, self.level, self._step_start[0], event, self._step_start[1], ns, end_bytes, end.host_rss,
+            self._rows.intern(end.input_shapes), self.step == 0,
+        ))
+        self.step += 1
+        self._step_span = self._new()
+        self._step_start = (event, ns)
+        self.span, self._phase_start = self._new(), (event, ns)
+        self.phase = Phase.FORWARD
+        self._after_backward = False
+
+    def finish(self, event: int, ns: int) -> None:
+        """The recording ends: what is open closes, and is no step."""
+        self._close_phase(event, ns)
+        self._span_row(self._step_span, NONE, Kind.STEP, str(self.step), self._step_start, event, ns)
+
+    def _close_phase(self, event: int, ns: int) -> None:
+        self._span_row(self.span, self._step_span, Kind.PHASE, self.phase.label, self._phase_start, event, ns)
+        self.span, self._phase_start = self._new(), (event, ns)
+
+    def _span_row(self, span: int, parent: int, kind: Kind, name: str, start: tuple[int, int], event: int,
+                  ns: int) -> None:
+        self._rows["spans"].append((
+            span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, NONE, NONE, NONE, NONE, 0, NONE,
+        ))

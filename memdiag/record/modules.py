@@ -1,0 +1,246 @@
+"""Module calls: when they begin and end, what they are called, whose parameters are whose."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from time import time_ns
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from memdiag.record.facts import ModuleCall, claim, plain
+from memdiag.record.frames import in_torch, locals_of, user_line
+from memdiag.record.lines import Lines
+from memdiag.record.marks import CLAIM, MODULE, Marks
+from memdiag.trace import Role
+
+
+class Modules:
+    """Global forward hooks around every module call on the recording thread.
+
+    Attributes:
+        step_inputs: dtypes and shapes that went into the first outermost call of this step.
+    """
+
+    def __init__(
+        self, marks: Marks, lines: Lines, active: Callable[[], bool], in_backward: Callable[[], bool],
+        outermost: Callable[[bool], None], owns: Callable[[list[torch.Tensor]], None],
+    ) -> None:
+        self._marks, self._lines = marks, lines
+        self._active, self._in_backward, self._outermost = active, in_backward, outermost
+        self._owns = owns
+        self.light = False
+        self._handles: list[Any] = []
+        self._open: list[tuple[nn.Module, ModuleCall, Any, bool]] = []
+        self.names = Names()
+        self._calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._claimed: dict[int, int] = {}
+        self.step_inputs: str | None = None
+
+    def start(self) -> None:
+        self._handles = [
+            torch_module.register_module_forward_pre_hook(self._before),
+            torch_module.register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.unwind()
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def unwind(self, keep: int = 0) -> None:
+        """Closes calls whose post hook never ran: KeyboardInterrupt and SystemExit skip it."""
+        while len(self._open) > keep:
+            _, call, mark, switched = self._open.pop()
+            mark.__exit__(None, None, None)
+            call.end_ns = time_ns()
+            if switched:
+                self._lines.on()
+
+    def suspend(self) -> None:
+        """Closes the marks of the open calls, for a cut of the stream in their midst."""
+        for _, call, mark, _ in reversed(self._open):
+            call.cut = True
+            mark.__exit__(None, None, None)
+
+    def resume(self) -> None:
+        """Opens them again, in the next chunk."""
+        reopened = []
+        for module, call, _, switched in self._open:
+            mark = self._marks.range((MODULE, call))
+            mark.__enter__()
+            reopened.append((module, call, mark, switched))
+        self._open = reopened
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or not self._active() or (self.light and self._open):
+            return
+        grad = torch.is_grad_enabled()
+        recompute = self._in_backward()
+        frame = sys._getframe(1)
+        outermost = not self._open and not recompute
+        if outermost:
+            self._outermost(grad)
+            self._learn(module, args, frame)
+        number = self._calls.get(module, 0)
+        self._calls[module] = number + 1
+        call = ModuleCall(
+            self.names.of(module), number, grad, recompute, user_line(frame), outermost, time_ns() if outermost else 0)
+        mark = self._marks.range((MODULE, call))
+        mark.__enter__()
+        # Torch's own modules leave their fast path when an override is active.
+        switched = in_torch(type(module).forward.__code__) if hasattr(type(module).forward, "__code__") else False
+        switched = switched and self._lines.off()
+        self._open.append((module, call, mark, switched))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._open or not self._active():
+            return
+        depth = next((i for i in range(len(self._open) - 1, -1, -1) if self._open[i][0] is module), None)
+        if depth is None:
+            return
+        first = depth == 0 and self._open[0][1].call == 0
+        self.unwind(keep=depth)
+        if first:
+            self._claim_owned(module, again=True)  # lazy modules have their parameters only now
+
+    @plain
+    def _learn(self, module: nn.Module, args: tuple[Any, ...], frame: FrameType) -> None:
+        self._claim_inputs(args, frame)
+        self.names.learn(module, frame)
+        self._claim_owned(module)
+
+    # --- whose is it --------------------------------------------------------------------------------------------
+
+    @plain
+    def _claim_owned(self, root: nn.Module, again: bool = False) -> None:
+        """Parameters and buffers below an outermost module, when any of them has moved since we last looked."""
+        owned = list(_owned(root))
+        seen = hash(tuple(tensor.data_ptr() if tensor.layout is torch.strided else 0 for _, tensor, _ in owned))
+        if self._claimed.get(id(root)) == seen and not again:
+            return
+        self._claimed[id(root)] = seen
+        claims = [
+            claim(tensor, role, self.names.join(root, name), f"{'parameter' if role is Role.PARAMETERS else 'buffer'} "
+                  f"of a module that was called")
+            for name, tensor, role in owned
+        ]
+        self._marks.instant(CLAIM, [c for c in claims if c is not None])
+        for name, tensor, role in owned:
+            if role is Role.PARAMETERS:
+                self.names.parameter(tensor, self.names.join(root, name))
+        self._owns([tensor for _, tensor, role in owned if role is Role.PARAMETERS])
+
+    def _claim_inputs(self, args: tuple[Any, ...], frame: FrameType) -> None:
+        # Global hooks are not given keyword arguments; the caller's frame has them.
+        kwargs = locals_of(frame).get("kwargs") or {}
+        tensors = [t for t in tensors_in((args, kwargs)) if t.grad_fn is None and not isinstance(t, nn.Parameter)]
+        claims = [claim(t, Role.INPUTS, None, "an argument of the outermost module") for t in tensors]
+        self._marks.instant(CLAIM, [c for c in claims if c is not None])
+        if self.step_inputs is None and tensors:
+            self.step_inputs = ", ".join(
+                f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:
+    for name, parameter in root.named_parameters():
+        # Functional calls put other tensors in a parameter's place for a while.
+        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            yield name, parameter, Role.PARAMETERS
+    for name, buffer in root.named_buffers():
+        if not isinstance(buffer, nn.parameter.UninitializedTensorMixin):
+            yield name, buffer, Role.BUFFERS
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples, mappings and simple objects (a batch class), a few levels deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        if isinstance(value, dict) or (hasattr(value, "keys") and hasattr(value, "values")):
+            for item in list(value.values()):
+                yield from tensors_in(item, depth - 1)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from tensors_in(item, depth - 1)
+
+
+class Names:
+    """Qualified names of modules, as ``named_modules`` of the model gives them.
+
+    A model is found by what is called outermost; where that is a part of something bigger that is never called
+    itself (``model["head"](x)``), by the variables in sight. The first model's names stand bare; those of another
+    begin with its variable's name or its class.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._prefix: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.model_seen = False
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def parameter(self, tensor: torch.Tensor, name: str) -> None:
+        self._parameters.setdefault(id(tensor), (weakref.ref(tensor), name))
+
+    def of_parameter(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter of a module that has been called."""
+        reference, name = self._parameters.get(id(tensor), (None, None))
+        return name if reference is not None and reference() is tensor else None
+
+    def of(self, module: nn.Module) -> str:
+        """The name; for a module that no model contains, its class."""
+        return self._names.get(module) or type(module).__name__
+
+    def join(self, root: nn.Module, name: str) -> str:
+        """The name of something owned by a module below ``root``, ``name`` being relative to it."""
+        prefix = self._prefix.get(root, "")
+        return f"{prefix}.{name}" if prefix else name
+
+    def learn(self, module: nn.Module, frame: FrameType | None) -> None:
+        """Names a module that is called outermost, and all below it."""
+        if module in self._names:
+            return
+        variables = list(_modules_in_sight(frame))
+        root, label = module, next((name for name, found in variables if found is module), None)
+        for name, candidate in variables:
+            if candidate is not module and any(part is module for part in candidate.modules()):
+                root, label = candidate, name
+                break
+        label = label or type(root).__name__
+        owns = any(True for _ in root.parameters())
+        if owns and not self.model_seen:
+            self.model_seen = True
+            prefix = ""
+        else:
+            prefix = label
+        for path, part in root.named_modules():
+            name = ".".join(p for p in (prefix, path) if p)
+            self._names.setdefault(part, name or type(root).__name__)
+            self._prefix.setdefault(part, name)
+
+
+def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
+    """Module variables of the user's frames, innermost first, then of their modules."""
+    seen_globals: set[int] = set()
+    while frame is not None:
+        if not in_torch(frame.f_code):
+            scopes = [locals_of(frame)]
+            if id(frame.f_globals) not in seen_globals:
+                seen_globals.add(id(frame.f_globals))
+                scopes.append(frame.f_globals)
+            for scope in scopes:
+                for name, value in list(scope.items()):
+                    if isinstance(value, nn.Module):
+                        yield name, value
+        frame = frame.f_back

@@ -1,0 +1,323 @@
+"""Records one process: installs the hooks, cuts the stream into chunks, writes the run file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic, time_ns
+from types import TracebackType
+from typing import Any
+
+import torch.autograd.profiler as torch_profiler
+
+from memdiag import policy
+from memdiag.record import machine
+from memdiag.record.consume import Consumer
+from memdiag.record.facts import StepEnd
+from memdiag.record.frames import defines, inside_torch_call
+from memdiag.record.holders import walk
+from memdiag.record.lines import Lines
+from memdiag.record.loop import Loop
+from memdiag.record.marks import Marks
+from memdiag.record.modules import Modules
+from memdiag.record.options import Options
+from memdiag.record.rows import Rows
+from memdiag.record.saves import Saves
+from memdiag.record.stream import Stream, has_accelerator
+from memdiag.trace import Level, Role, Writer
+
+# Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
+_CUT_AT_STEP_END = 2_500
+_CUT_ANYWHERE = 15_000
+_PROGRESS_SECONDS = 0.25
+_LOOK_GROWTH = 1.1  # steps between looks at who holds what: every one of the first twenty, then ever rarer
+
+
+class Recorder:
+    """Records from ``__enter__`` to ``__exit__``, on the thread that enters.
+
+    Args:
+        path: of the run file; it is replaced.
+        options: what to record in full, and when to stop.
+        argv: the command, for the report.
+        script: the file that it runs, where it is one.
+
+    Attributes:
+        path: of the run file.
+        problem: what kept the recording from being whole, such as a full disk; None where nothing did.
+
+    Raises:
+        OSError: the run file cannot be created.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: Options | None = None, argv: Sequence[str] = (),
+        script: str | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.problem: str | None = None
+        self._options = options or Options()
+        self._argv, self._script = list(argv), script
+        self._on = False
+        self._level: Level | None = None
+        self._said: list[str] = []
+        self._last_progress = 0.0
+        self._next_look = 1
+        self._progress_shown = False
+
+    # --- beginning and end --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        now = time_ns()
+        self._writer = Writer(self.path, machine.about(self._argv, self._script, now))
+        self._thread = threading.get_ident()
+        self._rows = Rows()
+        self._marks = Marks()
+        self._stream = Stream(self._marks)
+        self._consumer = Consumer(self._rows, now, has_accelerator())
+        self._lines = Lines(self._marks)
+        self._saves = Saves(self._marks)
+        self._loop = Loop(self._marks, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
+        self._modules = Modules(
+            self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
+            self._loop.owns)
+        self._on = True
+        self._watch_other_profilers()
+        _track(self)
+        self._loop.start()
+        self._modules.start()
+        self._saves.start()
+        self._open(self._wanted_level())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._on and self._level is None and self.problem is None:
+            return  # a forked child, or ended already
+        if self._active() and self._loop.steps.forward_begins():
+            self._loop.mark_step_end(StepEnd())  # a backward with no optimizer: nothing else will close its step
+        self._end_hooks()
+        self._cut(reopen=False)
+        self._clear_progress()
+        self._finish()
+
+    def _end_hooks(self) -> None:
+        self._modules.stop()
+        self._saves.stop()
+        self._loop.stop()
+        self._lines.stop()
+        self._unwatch_other_profilers()
+
+    def _finish(self) -> None:
+        self._on = False
+        _untrack(self)
+        heap = self._consumer.heap
+        self._consumer.finish(time_ns())
+        facts = {
+            "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._said,
+            "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
+        }
+        self._write(lambda: (self._rows.flush(self._writer), self._writer.about(facts), self._writer.close()))
+
+    # --- the stream ---------------------------------------------------------------------------------------------
+
+    def _active(self) -> bool:
+        return self._on and threading.get_ident() == self._thread
+
+    def _wanted_level(self) -> Level:
+        steps, done = self._options.steps, self._loop.steps.closed
+        if steps is not None:
+            first, last = steps
+            inside = (first is None or done >= first) and (last is None or done < last)
+            return Level.FULL if inside else Level.LIGHT
+        return Level.FULL if self._consumer.events_read < self._options.max_events else Level.LIGHT
+
+    def _open(self, level: Level) -> None:
+        self._level = level
+        self._marks.enabled = True
+        full = level is Level.FULL
+        self._modules.light = not full
+        self._saves.recording = full
+        if full:
+            self._lines.start()
+        else:
+            self._lines.pause()
+        self._stream.open(level)
+
+    def _cut(self, reopen: bool) -> None:
+        """Ends the chunk, reads and writes it, and goes on at the level that is wanted then.
+
+        No garbage is collected in between: the script's would be freed unseen.
+        """
+        if self._stream.level is None:
+            return
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._read_chunk(reopen)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _read_chunk(self, reopen: bool) -> None:
+        roots = self._stream.close()
+        self._marks.enabled = False
+        entries = self._marks.take()
+        unpacked, released = self._saves.take()
+        level, self._level = self._level, None
+        closed = self._consumer.chunk(level, roots, entries, unpacked, released)
+        del roots
+        self._explain()
+        self._write(lambda: self._rows.flush(self._writer))
+        if not closed and reopen:
+            self._give_up("everything after step "
+                          f"{self._loop.steps.closed}: an operator was open where the stream had to be cut")
+        elif reopen and self._on:
+            self._open(self._wanted_level())
+
+    def _explain(self) -> None:
+        """Looks for who holds what nothing else explains, while the functions that hold it are running."""
+        consumer, done = self._consumer, self._loop.steps.closed
+        candidates = consumer.heap.unexplained()
+        if sum(live.bytes for live in candidates.values()) * policy.UNEXPLAINED_SHARE < consumer.heap.live_bytes():
+            return
+        writers = {text for text in (self._rows.text(line) for line in consumer.writers) if text}
+        for holder in walk(set(candidates)):
+            live = candidates[holder.address]
+            role, proof = Role.HELD, f"reached from {holder.root}"
+            if holder.parameter and not self._modules.names.model_seen:
+                role, proof = Role.PARAMETERS, f"an nn.Parameter reached from {holder.root}"
+            elif any(defines(owner, line) for owner in holder.owners for line in writers):
+                role, proof = Role.OPTIMIZER_STATE, "kept by the object that updates the parameters"
+            consumer.heap.say(live, role, holder.chain, proof)
+            intern = self._rows.intern
+            self._rows["holders"].append(
+                (live.id, done, intern(holder.root), intern(holder.chain), intern(holder.line)))
+
+    def _give_up(self, what: str) -> None:
+        self._said.append(what)
+        self._on = False
+
+    def _write(self, action: Callable[[], Any]) -> None:
+        """Writes to the run file; a disk that is full ends the recording, never the user's run."""
+        if self.problem is not None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self.problem = (
+                f"{self.path}: cannot be written any more ({error.strerror}); the run went on unrecorded after step "
+                f"{self._loop.steps.closed}, and what was written before can be read")
+            self._on = False
+            self._writer.abandon()
+
+    # --- what the hooks report ----------------------------------------------------------------------------------
+
+    def _forward_begins(self, grad: bool) -> None:
+        self._loop.forward_begins(grad)
+        if (
+            len(self._marks.entries) > _CUT_ANYWHERE and not self._loop.busy and not self._lines.depth
+            and not inside_torch_call(sys._getframe(1))
+        ):
+            self._cut(reopen=True)
+
+    def _step_ended(self, end: StepEnd) -> None:
+        end.host_rss = machine.host_rss()
+        end.device_stats = machine.device_stats()
+        end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None
+        if end.closes and not self._loop.busy and not self._modules.depth and not self._lines.depth:
+            if len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now() or self._wanted_level() is not self._level:
+                self._cut(reopen=True)
+            self._show_progress()
+        wanted = self._options.stop_after
+        if wanted is not None and self._loop.steps.closed >= wanted:
+            raise SystemExit(0)
+
+    def _look_now(self) -> bool:
+        """Whether to read the stream at this step's end, small as it is, to see who holds what: often at first."""
+        done = self._loop.steps.closed
+        if done < self._next_look:
+            return False
+        self._next_look = max(done + 1, int(done * _LOOK_GROWTH))
+        return True
+
+    # --- profilers of the user's own ----------------------------------------------------------------------------
+
+    def _watch_other_profilers(self) -> None:
+        self._prepare = torch_profiler._prepare_profiler
+        self._disable = torch_profiler._disable_profiler
+        self._others = 0
+        self._resume_at: int | None = None
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            if self._active() and self._stream.level is not None:
+                self._modules.suspend()
+                self._cut(reopen=False)
+                self._said.append(f"from step {self._loop.steps.closed} on, while the script's own profiler ran")
+            return self._prepare(*args, **kwargs)
+
+        torch_profiler._prepare_profiler = prepare
+        self._own_prepare = prepare
+
+    def _unwatch_other_profilers(self) -> None:
+        if torch_profiler._prepare_profiler is self._own_prepare:
+            torch_profiler._prepare_profiler = self._prepare
+
+    # --- progress -----------------------------------------------------------------------------------------------
+
+    def _show_progress(self) -> None:
+        if not self._options.progress or monotonic() - self._last_progress < _PROGRESS_SECONDS:
+            return
+        self._last_progress = monotonic()
+        self._progress_shown = True
+        heap = self._consumer.heap
+        sys.stderr.write(
+            f"\rmemdiag: step {self._loop.steps.closed}, live {heap.live_bytes() / 2**20:,.1f} MiB, "
+            f"peak {heap.peak_bytes / 2**20:,.1f} MiB\x1b[K")
+        sys.stderr.flush()
+
+    def _clear_progress(self) -> None:
+        if self._progress_shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    # --- forks --------------------------------------------------------------------------------------------------
+
+    def _forked(self) -> None:
+        """In a child: it is not recorded, must not grow, and must not touch the run file."""
+        was_recorded = self._active()
+        self._on = False
+        self._level = None
+        self._marks.enabled = False
+        self._writer.abandon()
+        if was_recorded:
+            self._stream.drop()
+            self._end_hooks()
+
+
+_current: Recorder | None = None
+_fork_hook_installed = False
+
+
+def _track(recorder: Recorder) -> None:
+    global _current, _fork_hook_installed
+    _current = recorder
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _untrack(recorder: Recorder) -> None:
+    global _current
+    if _current is recorder:
+        _current = None
+
+
+def _after_fork() -> None:
+    if _current is not None:
+        _current._forked()

@@ -1,0 +1,82 @@
+"""The profiler's raw entry points: one chunk of the event stream at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.profiler as profiler
+from torch._C._profiler import ProfilerActivity, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.autograd.profiler import ProfilerConfig
+
+from memdiag.record.marks import CUT, Marks
+from memdiag.trace import Level
+
+_ACTIVITIES = {ProfilerActivity.CPU}
+_SCOPES = {
+    # Operators and autograd nodes. The user's own record_function ranges have another scope and are left out, so
+    # none of them can be open where we cut.
+    Level.FULL: {RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION},
+    # A scope that nothing in training has: memory events alone.
+    Level.LIGHT: {RecordScope.LITE_INTERPRETER},
+}
+
+
+class StillOpen(Exception):
+    """An operator was still running where the stream was cut.
+
+    It would write its end into memory that the profiler has given back, so the stream must not be opened again
+    while it may run.
+    """
+
+
+class Stream:
+    """Opens and closes the profiler on the thread that calls it."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self.level: Level | None = None
+        # The originals, taken before anyone wraps them to watch for a profiler of the user's own.
+        self._prepare: Callable[..., Any] = profiler._prepare_profiler
+        self._enable: Callable[..., Any] = profiler._enable_profiler
+        self._disable: Callable[..., Any] = profiler._disable_profiler
+
+    def open(self, level: Level) -> None:
+        assert self.level is None
+        config = ProfilerConfig(
+            ProfilerState.KINETO,
+            level is Level.FULL,  # shapes, and with them the storages that operators read
+            True,  # memory
+            False,  # Python stacks: blind to operators such as `x @ y`, and slow
+            False,
+            False,
+            _ExperimentalConfig(),
+        )
+        self._prepare(config, _ACTIVITIES)
+        self._enable(config, _ACTIVITIES, _SCOPES[level])
+        self.level = level
+
+    def close(self) -> list[Any]:
+        """Ends the chunk.
+
+        Returns:
+            The roots of the event tree. Where the chunk was full its last root is the ``CUT`` mark.
+        """
+        level, self.level = self.level, None
+        if level is Level.FULL:
+            with self._marks.range((CUT,)):
+                pass
+        roots: list[Any] = self._disable().experimental_event_tree()
+        return roots
+
+    def drop(self) -> None:
+        """Ends the chunk and forgets it: for a forked child, which must not grow."""
+        if self.level is not None:
+            self.level = None
+            self._disable()
+
+
+def has_accelerator() -> bool:
+    """Whether events can come from a device other than the CPU."""
+    return bool(torch.accelerator.is_available()) if hasattr(torch, "accelerator") else torch.cuda.is_available()

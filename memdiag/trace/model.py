@@ -1,0 +1,204 @@
+"""What a trace holds: tables of columns, interned text, and the meaning of each.
+
+A *memory event* is one allocation or one free, numbered from 0 in the order in which they happened. Everything
+else is placed by event number: a span that starts at event 10 and ends at event 14 encloses the memory events
+10, 11, 12 and 13, and "before the first event" is 0. Sizes are bytes, times are nanoseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[Any]
+Table = dict[str, Column]
+
+NONE = -1
+"""In any column that refers to something: there is none, or it is not known."""
+
+
+class Pool(IntEnum):
+    """Where memory comes from."""
+
+    ALLOCATOR = 0  # PyTorch's allocator of the device: the only pool in its totals
+    MAPPED = 1  # shared memory and mapped files: seen by PyTorch, not in the allocator's total
+    NUMPY = 2  # storages that belong to NumPy or another library: no allocator event at all
+
+
+class Kind(IntEnum):
+    """What a span is."""
+
+    STEP = 0
+    PHASE = 1
+    MODULE = 2
+    OPERATOR = 3
+    NODE = 4  # a node of autograd's graph, running in backward
+    FUNCTION = 5  # a custom autograd Function or a compiled region: a container, not an operator
+
+
+class Phase(IntEnum):
+    """What the training loop is doing. A phase span's name is the member's name in lower case."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+    EVALUATION = 3
+    OTHER = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Role(IntEnum):
+    """What an allocation is, at a moment of its life. The order is the order of reports and plots."""
+
+    PARAMETERS = 0
+    BUFFERS = 1
+    GRADIENTS = 2
+    OPTIMIZER_STATE = 3
+    OPTIMIZER_TEMPORARIES = 4
+    INPUTS = 5
+    SAVED_ACTIVATIONS = 6
+    OTHER_ACTIVATIONS = 7
+    RECOMPUTED_ACTIVATIONS = 8
+    HELD = 9
+    BACKWARD_TEMPORARIES = 10
+    WORKSPACE = 11
+    ALLOCATOR_ROUNDING = 12
+    UNKNOWN = 13
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Level(IntEnum):
+    """How a step was recorded."""
+
+    FULL = 0  # operators, modules, saves and lines
+    LIGHT = 1  # memory and phases only, folded to one row per phase
+
+
+GRAD_ON = 1
+"""Span flag: autograd was recording when the span started."""
+RECOMPUTE = 2
+"""Span flag: a module call that runs again inside backward, for a checkpoint."""
+
+SCHEMA: dict[str, dict[str, str]] = {
+    # One row per allocation; its row number is its id. `event` is NONE for memory that was there before the
+    # recording; `span` is the innermost span it was born in, `kernel` the innermost operator.
+    "allocations": {
+        "device": "i2", "pool": "u1", "address": "u8", "bytes": "i8", "event": "i8", "time_ns": "i8",
+        "span": "i8", "line": "i4", "kernel": "i4", "stream": "i8",
+    },
+    # An allocation without a row here was alive when the recording ended.
+    "frees": {"allocation": "i8", "event": "i8", "time_ns": "i8"},
+    # Nested by `parent`. `call` counts the calls of one module, `sequence` is autograd's number of an operator
+    # and of the node that undoes it, `signature` the shapes and dtypes that went in, `forward` the span of the
+    # operator that a node of backward undoes.
+    "spans": {
+        "id": "i8", "parent": "i8", "kind": "u1", "name": "i4", "start_event": "i8", "end_event": "i8",
+        "start_ns": "i8", "end_ns": "i8", "thread": "i4", "line": "i4", "call": "i4", "sequence": "i8",
+        "signature": "i4", "flags": "u1", "forward": "i8",
+    },
+    # One row per tensor that autograd kept; `span` is the operator (or module) that saved it. `bytes` are the
+    # tensor's own, its allocation may be larger and may be saved many times.
+    "saves": {
+        "id": "i8", "allocation": "i8", "span": "i8", "line": "i4", "shape": "i4", "strides": "i4", "dtype": "i4",
+        "bytes": "i8", "packed_event": "i8", "flags": "u1",
+    },
+    "save_ends": {"save": "i8", "unpacked_event": "i8", "released_event": "i8"},
+    # What an allocation was seen to be, from `event` on (NONE: from its birth), with the proof.
+    "claims": {"allocation": "i8", "event": "i8", "role": "u1", "name": "i4", "proof": "i4"},
+    "steps": {
+        "step": "i8", "level": "u1", "start_event": "i8", "end_event": "i8", "start_ns": "i8", "end_ns": "i8",
+        "end_bytes": "i8", "host_rss": "i8", "input_shapes": "i4", "warm_up": "u1",
+    },
+    # Peak of each phase of a folded step: the only thing kept of most of them.
+    "phase_peaks": {"step": "i8", "phase": "u1", "event": "i8", "bytes": "i8"},
+    # What is left of folded steps when the recording ends, by the step it was born in.
+    "survivors": {"born_step": "i8", "bytes": "i8", "count": "i8"},
+    # The device's own statistics at the end of a step; `name` is the statistic's.
+    "device_stats": {"step": "i8", "device": "i2", "name": "i4", "value": "i8"},
+    # Something that happened to the recording or the allocator: `kind` is its word, `text` says it in full.
+    "marks": {"event": "i8", "kind": "i4", "text": "i4", "bytes": "i8"},
+    # Who keeps what survives: `chain` from a root to the tensor.
+    "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4"},
+}
+
+SAVE_GRAD = 1
+"""Save flag: the tensor requires gradients."""
+SAVE_LEAF = 2
+"""Save flag: the tensor has no history (a parameter, an input, a constant)."""
+
+
+def empty_table(name: str) -> Table:
+    return {column: np.empty(0, dtype) for column, dtype in SCHEMA[name].items()}
+
+
+@dataclass
+class Trace:
+    """What one process did with memory, in order.
+
+    Attributes:
+        about: versions, device, argv and other facts of the run, as JSON-able values.
+        text: interned text; columns named ``name``, ``line``, ``proof``… hold indices into it.
+        tables: one dictionary of equally long NumPy columns per name in :data:`SCHEMA`.
+        complete: False when the recording process was killed and the file holds what it had written.
+    """
+
+    about: dict[str, Any]
+    text: list[str]
+    tables: dict[str, Table] = field(default_factory=dict)
+    complete: bool = True
+
+    def __post_init__(self) -> None:
+        for name in SCHEMA:
+            self.tables.setdefault(name, empty_table(name))
+        spans = self.tables["spans"]
+        if len(spans["id"]):
+            order = np.argsort(spans["id"], kind="stable")
+            self.tables["spans"] = {column: values[order] for column, values in spans.items()}
+
+    def __getitem__(self, table: str) -> Table:
+        return self.tables[table]
+
+    def rows(self, table: str) -> int:
+        return len(next(iter(self.tables[table].values())))
+
+    def string(self, index: int) -> str | None:
+        """The interned text, or None for NONE."""
+        return None if index < 0 else self.text[index]
+
+    def span_row(self, span_id: int) -> int:
+        """Row of a span in the span table, or NONE where it is not there."""
+        ids = self.tables["spans"]["id"]
+        row = int(np.searchsorted(ids, span_id))
+        return row if 0 <= row < len(ids) and int(ids[row]) == span_id else NONE
+
+    def ancestors(self, span_id: int) -> Iterable[int]:
+        """Rows of a span and of all that enclose it, innermost first."""
+        row = self.span_row(span_id) if span_id != NONE else NONE
+        while row != NONE:
+            yield row
+            parent = int(self.tables["spans"]["parent"][row])
+            row = self.span_row(parent) if parent != NONE else NONE
+
+    @property
+    def not_seen(self) -> list[str]:
+        """What the recording could not see, in the recorder's own words, each once."""
+        said: Sequence[str] = self.about.get("not_seen", ())
+        marks = [self.text[i] for i in self.tables["marks"]["text"] if i >= 0]
+        killed = [] if self.complete else ["the end of the run: the recording process was killed"]
+        return list(dict.fromkeys([*said, *marks, *killed]))
+
+
+def as_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
+    """Columns of the right type from plain lists, in the order of the schema."""
+    return {column: np.asarray(rows[column], dtype=dtype) for column, dtype in SCHEMA[name].items()}
