@@ -6,12 +6,13 @@ from itertools import count
 from typing import Any
 
 from memdiag.record import marks as m
-from memdiag.record.facts import ModuleCall, Saved
-from memdiag.record.heap import Heap
-from memdiag.record.loopstate import LoopState
+from memdiag.record.facts import ModuleCall, Saved, SaveTimes
+from memdiag.record.fold import Fold
+from memdiag.record.heap import Birth, Heap
+from memdiag.record.loopstate import ENTERS, LoopState
 from memdiag.record.marks import Entry
 from memdiag.record.rows import Rows
-from memdiag.trace import NONE, Kind, Level, Phase, Role
+from memdiag.trace import NONE, Kind, Level, Role
 from memdiag.trace.model import GRAD_ON, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
 
 # What an event's name says it is.
@@ -19,7 +20,6 @@ _MEMORY, _OOM, _MARK, _NODE, _ACCUMULATE, _OPERATOR, _CONTAINER = range(7)
 _NODE_PREFIX = "autograd::engine::evaluate_function: "
 _COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::pin_memory"})
 _MOST_SEQUENCES = 500_000  # operators whose line is kept for their backward
-_ENTERS = {m.BACKWARD_START: Phase.BACKWARD, m.OPTIMIZER_START: Phase.OPTIMIZER, m.CLOSURE_START: Phase.FORWARD}
 
 
 class _Place:
@@ -48,6 +48,7 @@ class Consumer:
         self.heap = Heap(rows)
         self.loop = LoopState(rows, self._new_span, start_ns)
         self._accelerator = accelerator
+        self._fold = Fold(rows, self.heap, self.loop, accelerator)
         self._codes: dict[str, tuple[int, int]] = {}
         self._dtypes: dict[Any, str] = {}
         self._forward: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> operator span, line
@@ -55,27 +56,32 @@ class Consumer:
         self.events_read = 0
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
-    def chunk(
-        self, level: Level | None, roots: list[Any], entries: list[Entry], unpacked: list[tuple[int, int]],
-        released: list[tuple[int, int]],
-    ) -> bool:
+    def chunk(self, level: Level, roots: list[Any], entries: list[Entry], saves: SaveTimes) -> bool:
         """Reads a chunk.
 
         Args:
             level: how it was recorded.
-            roots: the event tree; its last mark is that of the cut.
+            roots: the event tree; where it was recorded in full, its last mark is that of the cut.
             entries: what the marks stand for.
-            unpacked, released: (save, time in ns) of saved tensors.
+            saves: when autograd's tensors came and went.
 
         Returns:
             Whether nothing was open at the cut.
         """
         self.heap.new_chunk()
-        closed = self._walk(roots, entries)
+        if level is Level.LIGHT:
+            self.loop.level = level
+            self._fold.chunk(roots, entries, saves.packed)
+            self.events_read += len(roots)
+            closed = True
+        else:
+            self._fold.to_full()
+            self.loop.level = level
+            closed = self._walk(roots, entries)
         event_at = self.heap.event_at
-        self._unpacked.update((save, event_at(time)) for save, time in unpacked)
+        self._unpacked.update((save, event_at(time)) for save, time in saves.unpacked)
         self._rows["save_ends"].extend(
-            (save, self._unpacked.pop(save, NONE), event_at(time)) for save, time in released)
+            (save, self._unpacked.pop(save, NONE), event_at(time)) for save, time in saves.released)
         return closed
 
     def _walk(self, roots: list[Any], entries: list[Entry]) -> bool:
@@ -105,8 +111,8 @@ class Consumer:
                     at = place.span if place.span != NONE else loop.span
                 heap.event(
                     fields.ptr, fields.alloc_size, fields.total_allocated,
-                    str(fields.device) if accelerator else "cpu", event.start_time_ns, at, place.line, place.kernel,
-                    place.span == NONE)
+                    str(fields.device) if accelerator else "cpu", event.start_time_ns, loop.step,
+                    Birth(at, place.line, place.kernel, place.span == NONE))
                 continue
             if code == _OPERATOR:
                 children = event.children
@@ -136,12 +142,12 @@ class Consumer:
                     closed = place is root
                 elif kind == m.CLAIM:
                     heap.claim(entry[2])
-                elif kind in _ENTERS:
+                elif kind in ENTERS:
                     # What follows on this level is not the module's own work until the matching end.
                     shelved.append((place.span, place.operator, place.line))
                     place.span = place.operator = NONE
                     place.line = self._rows.intern(entry[2])
-                    loop.enter(_ENTERS[kind], heap.next_event, event.start_time_ns)
+                    loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns)
                 elif kind == m.STEP_END:
                     if entry[2].closes:
                         self._step_ends(entry[2], event.start_time_ns)
@@ -199,10 +205,12 @@ class Consumer:
         todo.append((self._ender(row, event.end_time_ns), None))
         if at_top and read and not self.loop.in_backward:
             if name[-1] == "_" and not self.loop.nested and heap.has_role(read[0], Role.PARAMETERS):
-                self.loop.parameter_written()
+                self.loop.parameter_written(heap.next_event, event.start_time_ns)
                 self.writers.add(place.line)
             since = heap.next_id
             todo.append((lambda: heap.made_from(since, read, name in _COPIES), None))
+        if name.startswith("c10d::") and self.loop.in_backward:
+            heap.exchanges_gradients(read, name)
         inner = _Place(place.span, span, name_id, place.line, place.node)
         todo.extend([(child, inner) for child in reversed(event.children)])
 
@@ -308,9 +316,15 @@ class Consumer:
             for number in sorted(self._forward)[: _MOST_SEQUENCES // 2]:
                 del self._forward[number]
 
-    def finish(self, time_ns: int) -> None:
-        """Closes what is open: the recording has ended."""
+    def finish(self, time_ns: int) -> Rows | None:
+        """Closes what is open: the recording has ended.
+
+        Returns:
+            The events of the highest light step, as rows of a trace of its own; None where a full step was higher.
+        """
+        self._fold.finish()
         self.loop.finish(self.heap.next_event, time_ns)
+        return self._fold.highest_step(self._rows)
 
 
 def _by_thread(roots: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -124,3 +124,17 @@ class StepEnd:
     host_rss: int = -1
     input_shapes: str | None = None
     device_stats: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SaveTimes:
+    """When the tensors that autograd keeps came and went, in one chunk.
+
+    Attributes:
+        packed: (time, address), in light recording; full recording marks each in the stream.
+        unpacked, released: (save, time).
+    """
+
+    packed: list[tuple[int, int]] = field(default_factory=list)
+    unpacked: list[tuple[int, int]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)

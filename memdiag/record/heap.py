@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memdiag.record.facts import Claim
 from memdiag.record.rows import Rows
@@ -12,18 +13,41 @@ from memdiag.trace import NONE, Pool, Role
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Live:
-    """An allocation that has not been freed."""
+    """An allocation that has not been freed.
+
+    Attributes:
+        id: its row in the trace; NONE while light recording has not yet written one.
+        step: that it was born in.
+        loose: born outside modules and backward, so that its birth says little of what it is.
+        saved: kept by autograd, with a history.
+        sources: addresses that the script's own operator read to make it.
+        claims: role -> (name, proof, from birth).
+    """
 
     id: int
     bytes: int
     device: int
     pool: Pool
-    loose: bool = False  # born outside modules and backward: its birth says little of what it is
+    time_ns: int
+    step: int
+    loose: bool
     saved: bool = False
-    sources: tuple[int, ...] = ()  # addresses that the script's own operator read to make it
-    claims: dict[Role, str | None] = field(default_factory=dict)  # and the name, where one is known
+    sources: tuple[int, ...] = ()
+    claims: dict[Role, tuple[str | None, str, bool]] = field(default_factory=dict)
+
+
+class Birth(NamedTuple):
+    """Where an allocation was born: span, line and kernel as in the table of allocations."""
+
+    span: int
+    line: int
+    kernel: int
+    loose: bool
+
+
+UNRECORDED = Birth(NONE, NONE, NONE, True)
 
 
 class Heap:
@@ -33,7 +57,7 @@ class Heap:
         devices: names by index.
         next_event: the number that the next memory event gets.
         next_id: the number that the next allocation gets.
-        peak_bytes: the most that any one device's allocator held at once.
+        peak_bytes: the most that any one device's allocator held at once; ``full_peak_bytes`` while all was recorded.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -41,7 +65,7 @@ class Heap:
         self.devices: list[str] = []
         self.next_event = 0
         self.next_id = 0
-        self.peak_bytes = 0
+        self.peak_bytes = self.full_peak_bytes = 0
         self._at: dict[int, Live] = {}
         self._live: list[int] = []  # bytes in the allocator's pool, by device
         self._total: list[int | None] = []  # the same in the allocator's own words
@@ -64,12 +88,16 @@ class Heap:
     # --- coming and going --------------------------------------------------------------------------------------
 
     def event(
-        self, address: int, size: int, total: int, device: str, time_ns: int, span: int, line: int, kernel: int,
-        loose: bool = False,
-    ) -> None:
+        self, address: int, size: int, total: int, device: str, time_ns: int, step: int, birth: Birth | None
+    ) -> Live | None:
         """An event of the stream: an allocation where ``size`` is positive, else a free.
 
-        ``total`` is the allocator's own count after it. It checks ours: a difference is booked as ``unseen``.
+        Args:
+            total: the allocator's own count after it. It checks ours: a difference is booked as ``unseen``.
+            birth: where it was born; None in light recording, which writes rows only for what lives on.
+
+        Returns:
+            The allocation that came or went; None for a free of what was never seen to come.
         """
         found = self._at.get(address)
         if size > 0:
@@ -79,12 +107,14 @@ class Heap:
                 self._mark("memory freed by another thread: counted as live until its address was used again",
                            -found.bytes)
             pool = Pool.MAPPED if total == 0 else Pool.ALLOCATOR
-            found = self._allocate(address, size, device, pool, self.next_event, time_ns, span, line, kernel)
-            found.loose = loose
-            self._happens(time_ns)
+            found = self._comes(address, size, device, pool, time_ns, step, birth or UNRECORDED)
+            if birth is not None:
+                self._row(address, found, self.next_event, birth)
+                self._happens(time_ns)
+                self.full_peak_bytes = max(self.full_peak_bytes, self._live[found.device])
         elif found is None:
             self._mark("a free of memory whose allocation was not seen", size)
-            return
+            return None
         else:
             self._free(address, found, time_ns)
         if found.pool == Pool.ALLOCATOR:
@@ -92,30 +122,50 @@ class Heap:
             if expected is not None and total != expected + size:
                 self._mark("the allocator's total changed without an event", total - expected - size)
             self._total[found.device] = total
+        return found
 
-    def _allocate(
-        self, address: int, size: int, device: str, pool: Pool, event: int, time_ns: int, span: int, line: int,
-        kernel: int,
+    def _comes(
+        self, address: int, size: int, device: str, pool: Pool, time_ns: int, step: int, birth: Birth
     ) -> Live:
         if device not in self.devices:
             self.devices.append(device)
             self._live.append(0)
             self._total.append(None)
         index = self.devices.index(device)
-        live = self._at[address] = Live(self.next_id, size, index, pool)
+        live = self._at[address] = Live(NONE, size, index, pool, time_ns, step, birth.loose)
         if pool == Pool.ALLOCATOR:
             self._live[index] += size
             self.peak_bytes = max(self.peak_bytes, self._live[index])
-        self._rows["allocations"].append((index, pool, address, size, event, time_ns, span, line, kernel, NONE))
-        self.next_id += 1
         return live
+
+    def _row(self, address: int, live: Live, event: int, birth: Birth) -> None:
+        live.id = self.next_id
+        self.next_id += 1
+        self._rows["allocations"].append((
+            live.device, live.pool, address, live.bytes, event, live.time_ns, birth.span, birth.line, birth.kernel,
+            NONE))
 
     def _free(self, address: int, live: Live, time_ns: int) -> None:
         del self._at[address]
         if live.pool == Pool.ALLOCATOR:
             self._live[live.device] -= live.bytes
-        self._rows["frees"].append((live.id, self.next_event, time_ns))
-        self._happens(time_ns)
+        if live.id != NONE:
+            self._rows["frees"].append((live.id, self.next_event, time_ns))
+            self._happens(time_ns)
+
+    def register(self, address: int, live: Live) -> None:
+        """Writes a row for what light recording saw come and live on: as of now, where it has no event."""
+        self._row(address, live, self.next_event, UNRECORDED)
+        self._happens(self._times[-1] if self._times else live.time_ns)
+        for role, (name, proof, from_birth) in live.claims.items():
+            self._claim_row(live, role, name, proof, from_birth)
+
+    def is_live(self, address: int, live: Live) -> bool:
+        return self._at.get(address) is live
+
+    def everything(self) -> list[tuple[int, Live]]:
+        """All live allocations with their addresses."""
+        return list(self._at.items())
 
     def _happens(self, time_ns: int) -> None:
         self.next_event += 1
@@ -125,7 +175,7 @@ class Heap:
         """Memory from before the recording, found by an inventory."""
         if address not in self._at:
             pool = Pool.NUMPY if foreign else Pool.ALLOCATOR
-            self._allocate(address, size, device, pool, NONE, time_ns, NONE, NONE, NONE)
+            self._row(address, self._comes(address, size, device, pool, time_ns, 0, UNRECORDED), NONE, UNRECORDED)
 
     def is_gone(self, address: int, size: int, time_ns: int) -> None:
         """Memory without events of its own was freed: what a finalizer of ours saw."""
@@ -157,7 +207,8 @@ class Heap:
         found = self.find(address)
         if found is None and foreign:
             time = self._times[-1] if self._times else 0
-            found = self._allocate(address, size, device, Pool.NUMPY, self.next_event, time, NONE, NONE, NONE)
+            found = self._comes(address, size, device, Pool.NUMPY, time, 0, UNRECORDED)
+            self._row(address, found, self.next_event, UNRECORDED)
             self._happens(time)
         return found
 
@@ -168,16 +219,21 @@ class Heap:
                 self.say(live, c.role, c.name, c.proof, c.from_birth)
 
     def say(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool = True) -> None:
-        if role in live.claims and (name is None or live.claims[role] is not None):
+        if role in live.claims and (name is None or live.claims[role][0] is not None):
             return
-        live.claims[role] = name
-        self._rows["claims"].append((
-            live.id, NONE if from_birth else self.next_event, role, self._rows.intern(name), self._rows.intern(proof)))
+        live.claims[role] = name, proof, from_birth
+        if live.id != NONE:
+            self._claim_row(live, role, name, proof, from_birth)
         if role is Role.INPUTS:
             for address in live.sources:
                 source = self._at.get(address)
                 if source is not None and source.loose and not source.saved and not source.claims:
                     self.say(source, Role.INPUTS, None, "what an input was made from")
+
+    def _claim_row(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool) -> None:
+        intern = self._rows.intern
+        self._rows["claims"].append(
+            (live.id, NONE if from_birth else self.next_event, role, intern(name), intern(proof)))
 
     def has_role(self, address: int, role: Role) -> bool:
         live = self._at.get(address)
@@ -203,6 +259,13 @@ class Heap:
         live = self._at.get(address) if address else None
         if live is not None:
             self.say(live, Role.GRADIENTS, None, "handed to AccumulateGrad")
+
+    def exchanges_gradients(self, addresses: tuple[int, ...], operator: str) -> None:
+        """A collective runs inside backward: what it works on are gradients, in buckets of their own or flat."""
+        for address in addresses:
+            live = self.find(address)
+            if live is not None and live.loose and not live.claims:
+                self.say(live, Role.GRADIENTS, "communication buffer", f"given to {operator} in backward")
 
     def unexplained(self) -> dict[int, Live]:
         """Live allocations that only a look at who holds them can explain, by address."""

@@ -147,8 +147,9 @@ def _check_path(path: str) -> None:
     if not os.access(path, os.R_OK):
         raise MemdiagError(f"{path}: cannot be read; check its permissions")
     if _is_importable(path):
-        if importlib.machinery.PathFinder.find_spec("__main__", [path]) is None:
-            raise MemdiagError(f"{path}: has no __main__.py to run; name the script inside it")
+        with contextlib.suppress(SyntaxError):  # a zip file compiles what it finds: it is there, and running it tells
+            if importlib.machinery.PathFinder.find_spec("__main__", [path]) is None:
+                raise MemdiagError(f"{path}: has no __main__.py to run; name the script inside it")
     elif os.path.isdir(path):
         raise MemdiagError(f"{path}: is a folder that cannot be listed; check its permissions")
 
@@ -185,20 +186,20 @@ def _missing_part(name: str) -> str | None:
     """The first part of a dotted name that is not there, found without importing any; None where it cannot be told."""
     parts = name.split(".")
     where: Any = None
-    for count in range(1, len(parts) + 1):
-        part = ".".join(parts[:count])
+    for count in range(1, len(parts) + 2):
+        part = ".".join(parts[:count]) if count <= len(parts) else f"{name}.__main__"
         try:
             spec = _find(part, where)
-        except Exception:  # a finder that needs the parent imported: then only running it can tell
+        except Exception:  # a finder that needs the parent imported, or that compiles: then only running it can tell
             return None
         if spec is None:
             return part
         where = spec.submodule_search_locations
         if where is None:
-            return None if part == name else ".".join(parts[: count + 1])
+            return None if count >= len(parts) else ".".join(parts[: count + 1])
         if _may_move_its_path(spec):
             return None
-    return None if _find(f"{name}.__main__", where) else f"{name}.__main__"
+    return None
 
 
 def _find(name: str, where: Any) -> importlib.machinery.ModuleSpec | None:
@@ -247,9 +248,12 @@ def _absolute(path: str) -> str:
 
 
 def _depth() -> int:
-    frame, depth = sys._getframe().f_back, 0
-    while frame is not None:
+    """How much of the recursion limit is in use below the script."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
+    if sys.version_info < (3, 12):  # calls from C count, too: our `exec`, and the two of `python -m`
+        depth += 3 if frame.f_globals.get("__name__") == "runpy" else 1
     return depth
 
 
@@ -319,8 +323,9 @@ def _end(error: BaseException) -> int:
     if isinstance(failure, SystemExit):
         return _exit_status(failure)
     if failure is not None:
+        failure.__traceback__ = _users(failure.__traceback__)
         _complain("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(failure), failure, _users(failure.__traceback__))
+        sys.__excepthook__(type(failure), failure, failure.__traceback__)
         _complain("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, trace)
     return INTERRUPTED if type(error) is KeyboardInterrupt else 1
@@ -349,7 +354,7 @@ def _complain(text: str) -> None:
             os.write(2, text.encode(errors="backslashreplace"))
 
 
-_OURS = {__name__, "runpy", "importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
+_OURS = {__name__, "runpy", "zipimport"} | {"importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
@@ -368,8 +373,8 @@ def _join_threads() -> None:
         private._shutdown()
     except BaseException as caught:
         failure = caught
-    if failure is not None:
-        trace = _users(failure.__traceback__)
-        message = "Exception ignored on threading shutdown" if sys.version_info >= (3, 13) else None
-        arguments: Any = sys.UnraisableHookArgs
-        sys.unraisablehook(arguments((type(failure), failure, trace, message, threading)))
+    if failure is not None:  # Ctrl-C while waiting: the interpreter tells of it and goes on to end
+        header = "Exception ignored on threading shutdown" if sys.version_info >= (3, 13) else "Exception ignored in"
+        frames = "".join(traceback.format_tb(_users(failure.__traceback__)))
+        _complain(f"{header}: {threading!r}\nTraceback (most recent call last):\n{frames}")
+        _complain(f"{type(failure).__name__}: {failure}\n")

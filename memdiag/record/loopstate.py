@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memdiag.record import marks as m
 from memdiag.record.facts import StepEnd
 from memdiag.record.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Phase
+
+ENTERS = {m.BACKWARD_START: Phase.BACKWARD, m.OPTIMIZER_START: Phase.OPTIMIZER, m.CLOSURE_START: Phase.FORWARD}
+"""The phase that each kind of mark begins."""
 
 
 class LoopState:
@@ -26,6 +30,7 @@ class LoopState:
         self.span = self._new()
         self._phase_start = (0, start_ns)
         self._after_backward = False
+        self._updating = False  # the script's own optimizer is at work
         self._enclosing: list[Phase] = []
         self.level = Level.FULL
 
@@ -45,6 +50,7 @@ class LoopState:
 
     def enter(self, phase: Phase, event: int, ns: int) -> None:
         """A backward call, an optimizer's step or its closure begins."""
+        self._updating = False
         self._enclosing.append(self.phase)
         self.set(phase, event, ns)
 
@@ -59,25 +65,30 @@ class LoopState:
 
     def module(self, grad: bool, event: int, ns: int) -> None:
         """An outermost module call, outside backward and the optimizer."""
+        self._updating = False
         if grad:
             self._after_backward = False
         self.set(Phase.FORWARD if grad else Phase.EVALUATION, event, ns)
 
     def code(self, grad: bool, event: int, ns: int) -> None:
         """A torch function called by the script outside modules, backward and the optimizer."""
+        if self._updating:
+            return
         if grad:
-            if not self._after_backward:
-                self.set(Phase.FORWARD, event, ns)
-            elif self.phase is Phase.EVALUATION:
-                self.set(Phase.OTHER, event, ns)
+            self.set(Phase.FORWARD, event, ns)
         elif self.phase is Phase.FORWARD:
             self.set(Phase.OTHER, event, ns)
 
-    def parameter_written(self) -> None:
-        """The script itself wrote to a parameter in place: between a backward and the next forward, that is its
-        optimizer, and so is what led up to it."""
-        if self._after_backward and self.phase is Phase.OTHER:
+    def parameter_written(self, event: int, ns: int) -> None:
+        """The script itself wrote to a parameter in place: between a backward and the next forward that is its
+        optimizer, and so is what it did without gradients just before."""
+        if not self._after_backward or self._updating:
+            return
+        self._updating = True
+        if self.phase is Phase.OTHER:
             self.phase = Phase.OPTIMIZER
+        else:
+            self.set(Phase.OPTIMIZER, event, ns)
 
     def close_step(self, end: StepEnd, end_bytes: int, event: int, ns: int) -> None:
         self._close_phase(event, ns)
@@ -91,7 +102,7 @@ class LoopState:
         self._step_start = (event, ns)
         self.span, self._phase_start = self._new(), (event, ns)
         self.phase = Phase.FORWARD
-        self._after_backward = False
+        self._after_backward = self._updating = False
 
     def finish(self, event: int, ns: int) -> None:
         """The recording ends: what is open closes, and is no step."""
@@ -104,6 +115,8 @@ class LoopState:
 
     def _span_row(self, span: int, parent: int, kind: Kind, name: str, start: tuple[int, int], event: int,
                   ns: int) -> None:
+        if self.level is Level.LIGHT:
+            return  # a row per phase and step is all that light recording keeps
         self._rows["spans"].append((
             span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, NONE, NONE, NONE, NONE, 0, NONE,
         ))

@@ -48,12 +48,23 @@ class Modules:
             torch_module.register_module_forward_pre_hook(self._before),
             torch_module.register_module_forward_hook(self._after, always_call=True),
         ]
+        # Calling a compiled module warns when there are global hooks. Ours do not fire inside it: no warning is due.
+        self._any_hook = torch_module._has_any_global_hook
+        torch_module._has_any_global_hook = self._any_other_hook
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if torch_module._has_any_global_hook == self._any_other_hook:
+            torch_module._has_any_global_hook = self._any_hook
         self.unwind()
+
+    def _any_other_hook(self) -> bool:
+        own = {handle.id for handle in self._handles}
+        return any(set(hooks) - own for hooks in (
+            torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
+            torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks))
 
     @property
     def depth(self) -> int:
@@ -219,15 +230,28 @@ class Names:
                 break
         label = label or type(root).__name__
         owns = any(True for _ in root.parameters())
+        root = _unwrapped(root)
         if owns and not self.model_seen:
             self.model_seen = True
             prefix = ""
         else:
             prefix = label
+        self._names.setdefault(module, type(module).__name__)
         for path, part in root.named_modules():
             name = ".".join(p for p in (prefix, path) if p)
             self._names.setdefault(part, name or type(root).__name__)
             self._prefix.setdefault(part, name)
+
+
+def _unwrapped(root: nn.Module) -> nn.Module:
+    """The model inside torch's own wrappers (data parallel, compiled): its names are the ones a user knows."""
+    while in_torch(type(root).forward.__code__) if hasattr(type(root).forward, "__code__") else False:
+        children = dict(root.named_children())
+        inner = children.get("module", children.get("_orig_mod"))
+        if inner is None or len(children) != 1:
+            break
+        root = inner
+    return root
 
 
 def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:

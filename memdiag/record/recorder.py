@@ -29,6 +29,7 @@ from memdiag.record.rows import Rows
 from memdiag.record.saves import Saves
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import Level, Role, Writer
+from memdiag.trace.file import PEAK_STEP
 
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
 _CUT_AT_STEP_END = 2_500
@@ -117,12 +118,20 @@ class Recorder:
         self._on = False
         _untrack(self)
         heap = self._consumer.heap
-        self._consumer.finish(time_ns())
+        peak_step = self._consumer.finish(time_ns())
         facts = {
             "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._said,
             "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
-        self._write(lambda: (self._rows.flush(self._writer), self._writer.about(facts), self._writer.close()))
+
+        def write() -> None:
+            self._rows.flush(self._writer)
+            if peak_step is not None:
+                peak_step.flush(self._writer, of=PEAK_STEP)
+            self._writer.about(facts)
+            self._writer.close()
+
+        self._write(write)
 
     # --- the stream ---------------------------------------------------------------------------------------------
 
@@ -142,15 +151,15 @@ class Recorder:
         self._marks.enabled = True
         full = level is Level.FULL
         self._modules.light = not full
-        self._saves.recording = full
+        self._saves.light = not full
         if full:
             self._lines.start()
         else:
             self._lines.pause()
         self._stream.open(level)
 
-    def _cut(self, reopen: bool) -> None:
-        """Ends the chunk, reads and writes it, and goes on at the level that is wanted then.
+    def _cut(self, reopen: bool, level: Level | None = None) -> None:
+        """Ends the chunk, reads and writes it, and goes on at a level, or at the one that is wanted then.
 
         No garbage is collected in between: the script's would be freed unseen.
         """
@@ -159,18 +168,19 @@ class Recorder:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._read_chunk(reopen)
+            self._read_chunk(reopen, level)
         finally:
             if collecting:
                 gc.enable()
 
-    def _read_chunk(self, reopen: bool) -> None:
+    def _read_chunk(self, reopen: bool, next_level: Level | None) -> None:
         roots = self._stream.close()
         self._marks.enabled = False
         entries = self._marks.take()
-        unpacked, released = self._saves.take()
+        saves = self._saves.take()
         level, self._level = self._level, None
-        closed = self._consumer.chunk(level, roots, entries, unpacked, released)
+        assert level is not None
+        closed = self._consumer.chunk(level, roots, entries, saves)
         del roots
         self._explain()
         self._write(lambda: self._rows.flush(self._writer))
@@ -178,7 +188,7 @@ class Recorder:
             self._give_up("everything after step "
                           f"{self._loop.steps.closed}: an operator was open where the stream had to be cut")
         elif reopen and self._on:
-            self._open(self._wanted_level())
+            self._open(next_level or self._wanted_level())
 
     def _explain(self) -> None:
         """Looks for who holds what nothing else explains, while the functions that hold it are running."""
@@ -224,7 +234,9 @@ class Recorder:
             len(self._marks.entries) > _CUT_ANYWHERE and not self._loop.busy and not self._lines.depth
             and not inside_torch_call(sys._getframe(1))
         ):
-            self._cut(reopen=True)
+            self._modules.suspend()
+            self._cut(reopen=True, level=self._level)  # levels change where steps end
+            self._modules.resume()
 
     def _step_ended(self, end: StepEnd) -> None:
         end.host_rss = machine.host_rss()

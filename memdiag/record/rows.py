@@ -10,12 +10,16 @@ from memdiag.trace.model import SCHEMA
 
 
 class Rows:
-    """Collects rows by table, in the order of the schema's columns, and interns text."""
+    """Collects rows by table, in the order of the schema's columns, and interns text.
 
-    def __init__(self) -> None:
+    Args:
+        shared: rows of another trace in the same file, whose text these share.
+    """
+
+    def __init__(self, shared: Rows | None = None) -> None:
         self._rows: dict[str, list[Sequence[Any]]] = {name: [] for name in SCHEMA}
-        self._text: dict[str, int] = {}
-        self._fresh: list[str] = []
+        self._text: dict[str, int] = {} if shared is None else shared._text
+        self._fresh: list[str] = [] if shared is None else shared._fresh
 
     def __getitem__(self, table: str) -> list[Sequence[Any]]:
         return self._rows[table]
@@ -34,15 +38,15 @@ class Rows:
         """The text of a number; NONE is None."""
         return None if number == NONE else next(t for t, n in self._text.items() if n == number)
 
-    def flush(self, writer: Writer) -> None:
-        """Writes what has come since the last flush.
+    def flush(self, writer: Writer, of: str | None = None) -> None:
+        """Writes what has come since the last flush, to the run's trace or to one ``of`` a part of it.
 
         Raises:
             OSError: the file cannot be written.
         """
-        fresh, self._fresh = self._fresh, []
-        writer.text(fresh)
+        writer.text(self._fresh)
+        self._fresh.clear()
         for name, rows in self._rows.items():
             if rows:
                 self._rows[name] = []
-                writer.table(name, dict(zip(SCHEMA[name], zip(*rows, strict=True), strict=True)))
+                writer.table(name, dict(zip(SCHEMA[name], zip(*rows, strict=True), strict=True)), of)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memdiag.record.facts import Saved, plain, storage_of
+from memdiag.record.facts import Saved, SaveTimes, plain, storage_of
 from memdiag.record.frames import user_line
 from memdiag.record.marks import SAVE, Marks
 
@@ -22,16 +22,16 @@ class Saves:
     ``save_on_cpu`` of the user's, is not seen here.
 
     Attributes:
-        unpacked, released: (save, time in ns), until :meth:`take` hands them over.
-        count: tensors packed so far.
+        recording: whether tensors are noted at all.
+        light: note only when and where, not what.
+        count: tensors packed so far, in full recording.
     """
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self._hooks: Any = None
-        self.recording = False
-        self.unpacked: list[tuple[int, int]] = []
-        self.released: list[tuple[int, int]] = []
+        self.recording = self.light = False
+        self.times = SaveTimes()
         self.count = 0
 
     def start(self) -> None:
@@ -46,9 +46,9 @@ class Saves:
             self._hooks.__exit__()
             self._hooks = None
 
-    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        taken = self.unpacked, self.released
-        self.unpacked, self.released = [], []
+    def take(self) -> SaveTimes:
+        """The times so far; they start anew."""
+        taken, self.times = self.times, SaveTimes()
         return taken
 
     @plain
@@ -57,6 +57,9 @@ class Saves:
         if found is None:
             return _Packed(tensor, None, -1)
         address, size, foreign = found
+        if self.light:
+            self.times.packed.append((time_ns(), address))
+            return _Packed(tensor, None, -1)
         save = self.count
         self.count += 1
         entry = Saved(
@@ -88,7 +91,7 @@ class _Packed:
 
     def __del__(self) -> None:
         if self.owner is not None:
-            self.owner.released.append((self.save, time_ns()))
+            self.owner.times.released.append((self.save, time_ns()))
 
 
 def _unpack(packed: _Packed) -> torch.Tensor:
@@ -96,7 +99,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     if packed.version >= 0 and tensor._version != packed.version:
         raise RuntimeError(_changed_in_place(packed))
     if packed.owner is not None:
-        packed.owner.unpacked.append((packed.save, time_ns()))
+        packed.owner.times.unpacked.append((packed.save, time_ns()))
     return tensor
 
 

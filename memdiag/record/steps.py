@@ -29,13 +29,14 @@ class Steps:
         self._closing: int | None = None
         self._undecided: StepEnd | None = None
         self._backward_seen = False
+        self._ever_stepped = False  # an optimizer, at all
 
     def backward_ended(self) -> None:
         self._backward_seen = True
 
     def forward_begins(self) -> bool:
         """A forward, or a backward that had none, begins. Returns whether the step before it ends here."""
-        if not self._backward_seen or self._alive():
+        if not self._backward_seen or self._ever_stepped or self._alive():
             return False
         self._backward_seen = False
         self.closed += 1
@@ -58,6 +59,7 @@ class Steps:
     def optimizer_ended(self, optimizer: Optimizer) -> StepEnd:
         """The end of an optimizer's step: it closes, does not, or is decided when the next one begins."""
         self._backward_seen = False
+        self._ever_stepped = True
         key = id(optimizer)
         end = StepEnd(closes=False)
         self._order.append(key)

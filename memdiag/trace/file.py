@@ -22,6 +22,7 @@ import numpy as np
 from memdiag.errors import MemdiagError
 from memdiag.trace.model import SCHEMA, Table, Trace, as_table, empty_table
 
+PEAK_STEP = "peak_step"
 MAGIC = b"MEMDIAG\n"
 MAJOR, MINOR = 1, 0
 _START = struct.Struct("<8sHHI")
@@ -41,7 +42,7 @@ class Writer:
 
     def __init__(self, path: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
         self.path = Path(path)
-        self._file: BinaryIO | None = open(self.path, "wb", buffering=0)
+        self._file: BinaryIO | None = open(self.path, "wb", buffering=0)  # noqa: SIM115
         self._file.write(_START.pack(MAGIC, MAJOR, MINOR, 0) + _COMMIT.pack(_BODY, 0))
         self._end = _BODY
         self.about(about)
@@ -55,14 +56,14 @@ class Writer:
         if strings:
             self._block({"text": len(strings)}, [json.dumps(list(strings)).encode()])
 
-    def table(self, name: str, rows: Mapping[str, Sequence[Any]]) -> None:
-        """Appends rows to a table of the schema."""
+    def table(self, name: str, rows: Mapping[str, Sequence[Any]], of: str | None = None) -> None:
+        """Appends rows to a table of the schema: the run's, or that ``of`` a part (:data:`PEAK_STEP`)."""
         table = as_table(name, rows)
         count = len(next(iter(table.values())))
         if count:
             columns = [[column, values.dtype.str] for column, values in table.items()]
             payload = [_packed(values) for values in table.values()]
-            self._block({"table": name, "rows": count, "columns": columns}, payload)
+            self._block({"table": name, "of": of, "rows": count, "columns": columns}, payload)
 
     def close(self) -> None:
         """Marks the file as complete. A second call does nothing."""
@@ -153,9 +154,10 @@ def load(path: str | os.PathLike[str]) -> Trace:
 def _assemble(path: str | os.PathLike[str], data: bytes, committed: int, closed: bool) -> Trace:
     about: dict[str, Any] = {}
     text: list[str] = []
-    parts: dict[str, list[Table]] = {}
+    parts: dict[tuple[str | None, str], list[Table]] = {}
     at = _BODY
     while at < committed:
+        start = at
         try:
             head_bytes, body_bytes, crc = _LENGTHS.unpack_from(data, at)
             head_at = at + _LENGTHS.size
@@ -173,14 +175,17 @@ def _assemble(path: str | os.PathLike[str], data: bytes, committed: int, closed:
             elif "text" in header:
                 text.extend(json.loads(payload[0]))
             elif header["table"] in SCHEMA:  # a newer minor version may add tables: not ours to read
-                parts.setdefault(header["table"], []).append(_table(header, payload))
-        except (struct.error, zlib.error, ValueError, KeyError, TypeError) as error:
-            raise MemdiagError(f"{path}: this run file is damaged ({type(error).__name__} at byte {at:,})") from None
-    tables = {
-        name: {column: np.concatenate([chunk[column] for chunk in chunks]) for column in SCHEMA[name]}
-        for name, chunks in parts.items()
-    }
-    return Trace(about, text, tables, complete=closed)
+                parts.setdefault((header.get("of"), header["table"]), []).append(_table(header, payload))
+        except (struct.error, zlib.error, ValueError, LookupError, TypeError) as error:
+            raise MemdiagError(
+                f"{path}: this run file is damaged ({error} in the block at byte {start:,}); copy or record it again"
+            ) from None
+    traces: dict[str | None, dict[str, Table]] = {None: {}}
+    for (of, name), chunks in parts.items():
+        traces.setdefault(of, {})[name] = {
+            column: np.concatenate([chunk[column] for chunk in chunks]) for column in SCHEMA[name]}
+    peak_step = Trace(about, text, traces[PEAK_STEP], complete=closed) if PEAK_STEP in traces else None
+    return Trace(about, text, traces[None], complete=closed, peak_step=peak_step)
 
 
 def _table(header: dict[str, Any], payload: list[bytes]) -> Table:

@@ -104,8 +104,8 @@ def roles(trace: Trace) -> Roles:
     same = np.append(allocation[1:] == allocation[:-1], False)
     end = np.where(same, np.append(start[1:], 0), life.died[allocation])
     kept = end > start  # two claims at one event: the later one is what it is
-    return Roles(allocation[kept], start[kept], end[kept],
-                 *(columns[c][order][kept] for c in ("role", "name", "proof")), proofs=proofs)
+    role, name, proof = (columns[column][order][kept] for column in ("role", "name", "proof"))
+    return Roles(allocation[kept], start[kept], end[kept], role, name, proof, proofs)
 
 
 def _outlives_graph(trace: Trace, life: Lives, role: NDArray[np.uint8]) -> tuple[Ints, Ints]:
@@ -156,7 +156,6 @@ class _Facts:
         self.phase = {
             p: (phase != NONE) & (spans["name"][phase] == labels.get(p.label, NONE - 1)) for p in Phase
         } if len(spans["id"]) else {p: np.zeros(len(where), dtype=bool) for p in Phase}
-        self.before_end_of = lambda rows: self._died_by(spans["end_event"], rows)
         self.unit = nest.of(nest.unit, where)
         self.phase_row, self.step_row = phase, nest.of(nest.step, where)
         # A result of one turn of the loop is often replaced only by that of the next.
@@ -165,10 +164,11 @@ class _Facts:
         following[steps[:-1]] = steps[1:]
         self.next_step = nest.of(following, self.step_row)
 
-    def _died_by(self, ends: Ints, rows: Ints) -> Mask:
+    def before_end_of(self, rows: Ints) -> Mask:
+        """Whether each allocation died before the end of the span given for it; False where there is none."""
         known = rows != NONE
         result = np.zeros(len(rows), dtype=bool)
-        result[known] = self.life.died[known] < ends[rows[known]]
+        result[known] = self.life.died[known] < self.trace["spans"]["end_event"][rows[known]]
         return result
 
     def _saved(self) -> tuple[Mask, Mask]:
@@ -190,7 +190,7 @@ class _Facts:
             (Role.WORKSPACE, ~saved & self.before_end_of(self.unit),
              "born and freed inside one operator"),
             (Role.OPTIMIZER_TEMPORARIES, ~saved & self.phase[Phase.OPTIMIZER] & ~self.in_module & ~self.in_node
-             & self.before_end_of(self.phase_row), "born in the optimizer's step and gone by its end"),
+             & self.before_end_of(self.step_row), "born in the optimizer's step and gone by its end"),
             (Role.INPUTS, constant & ~self.in_module & ~self.in_node,
              "a constant that autograd saved, born outside the model"),
             (Role.RECOMPUTED_ACTIVATIONS, self.recompute, "born while a checkpointed region ran again"),

@@ -150,6 +150,8 @@ class Trace:
         about: versions, device, argv and other facts of the run, as JSON-able values.
         text: interned text; columns named ``name``, ``line``, ``proof``… hold indices into it.
         tables: one dictionary of equally long NumPy columns per name in :data:`SCHEMA`.
+        peak_step: the events of the highest step, where that step was folded in this trace; memory from before the
+            step has no event there.
         complete: False when the recording process was killed and the file holds what it had written.
     """
 
@@ -157,6 +159,7 @@ class Trace:
     text: list[str]
     tables: dict[str, Table] = field(default_factory=dict)
     complete: bool = True
+    peak_step: Trace | None = None
 
     def __post_init__(self) -> None:
         for name in SCHEMA:

@@ -87,7 +87,8 @@ def of_device(trace: Trace, device: str, pool: Pool = Pool.ALLOCATOR) -> NDArray
     names: list[str] = trace.about.get("devices", [])
     index = names.index(device) if device in names else NONE
     allocations = trace["allocations"]
-    return (allocations["device"] == index) & (allocations["pool"] == pool)
+    mine: NDArray[np.bool_] = (allocations["device"] == index) & (allocations["pool"] == pool)
+    return mine
 
 
 def timeline(trace: Trace, device: str, pool: Pool = Pool.ALLOCATOR) -> Timeline:
