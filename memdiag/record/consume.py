@@ -56,7 +56,10 @@ class Consumer:
         self.events_read = 0
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
-    def chunk(self, level: Level, roots: list[Any], entries: list[Entry], saves: SaveTimes) -> bool:
+    def chunk(
+        self, level: Level, roots: list[Any], entries: list[Entry], saves: SaveTimes,
+        gone: list[tuple[int, int, int]],
+    ) -> bool:
         """Reads a chunk.
 
         Args:
@@ -64,6 +67,7 @@ class Consumer:
             roots: the event tree; where it was recorded in full, its last mark is that of the cut.
             entries: what the marks stand for.
             saves: when autograd's tensors came and went.
+            gone: (time, address, bytes) of memory that was freed without an event.
 
         Returns:
             Whether nothing was open at the cut.
@@ -71,20 +75,20 @@ class Consumer:
         self.heap.new_chunk()
         if level is Level.LIGHT:
             self.loop.level = level
-            self._fold.chunk(roots, entries, saves.packed)
+            self._fold.chunk(roots, entries, saves.packed, gone)
             self.events_read += len(roots)
             closed = True
         else:
             self._fold.to_full()
             self.loop.level = level
-            closed = self._walk(roots, entries)
+            closed = self._walk(roots, entries, sorted(gone, reverse=True))
         event_at = self.heap.event_at
         self._unpacked.update((save, event_at(time)) for save, time in saves.unpacked)
         self._rows["save_ends"].extend(
             (save, self._unpacked.pop(save, NONE), event_at(time)) for save, time in saves.released)
         return closed
 
-    def _walk(self, roots: list[Any], entries: list[Entry]) -> bool:
+    def _walk(self, roots: list[Any], entries: list[Entry], gone: list[tuple[int, int, int]]) -> bool:
         heap, loop = self.heap, self.loop
         codes, accelerator = self._codes, self._accelerator
         root = _Place(NONE, NONE, NONE, NONE, NONE)
@@ -101,6 +105,8 @@ class Consumer:
             if others and others[-1].start_time_ns < event.start_time_ns:
                 todo.append((event, place))
                 event, place = others.pop(), root
+            while gone and gone[-1][0] < event.start_time_ns:
+                self._goes(gone.pop())
             self.events_read += 1
             name = event.name
             code, name_id = codes.get(name) or self._classify(name)
@@ -160,7 +166,13 @@ class Consumer:
                 heap.out_of_memory()
                 continue
             self._container(code, name_id, event, place, todo)
+        for freed in reversed(gone):
+            self._goes(freed)
         return closed
+
+    def _goes(self, freed: tuple[int, int, int]) -> None:
+        time, address, size = freed
+        self.heap.is_gone(address, size, time)
 
     def _classify(self, name: str) -> tuple[int, int]:
         if name.startswith(m.PREFIX):

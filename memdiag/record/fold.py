@@ -13,6 +13,8 @@ from memdiag.record.marks import Entry
 from memdiag.record.rows import Rows
 from memdiag.trace import NONE, Phase, Role
 
+_GONE = -1  # a moment that is no mark
+
 
 class Fold:
     """Reads light chunks.
@@ -29,17 +31,21 @@ class Fold:
         self._step = _StepEvents(loop, heap, 0)
         self._highest: _StepEvents | None = None
 
-    def chunk(self, roots: list[Any], entries: list[Entry], packed: list[tuple[int, int]]) -> None:
+    def chunk(
+        self, roots: list[Any], entries: list[Entry], packed: list[tuple[int, int]], gone: list[tuple[int, int, int]]
+    ) -> None:
         """Reads a chunk.
 
         Args:
             roots: memory events.
             entries: marks, placed by their time.
             packed: (time, address) of tensors that autograd saved.
+            gone: (time, address, bytes) of memory that was freed without an event.
         """
         moments = [(entry[1].start_ns if entry[0] == m.MODULE else entry[1], entry) for entry in entries
                    if entry[0] not in (m.LINE, m.SAVE, m.CUT)]
         moments += [(time, (m.SAVE, time, address)) for time, address in packed]
+        moments += [(freed[0], (_GONE, *freed)) for freed in gone]
         moments.sort(key=lambda moment: moment[0])
         events = sorted(roots, key=lambda event: event.start_time_ns)
         if self._step.number != self._loop.step or not self._step.events and not self._step.phases:
@@ -87,6 +93,8 @@ class Fold:
             live = self._heap.find(entry[2])
             if live is not None and not live.claims:
                 self._heap.say(live, Role.SAVED_ACTIVATIONS, None, "saved by autograd for backward")
+        elif kind == _GONE:
+            self._heap.is_gone(entry[2], entry[3], time)
         elif kind == m.STEP_END:
             if entry[2].closes:
                 self._step_ends(entry[2], time)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.autograd.profiler as torch_profiler
 
 from memdiag import policy
-from memdiag.record import machine
+from memdiag.record import inventory, machine
 from memdiag.record.consume import Consumer
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
@@ -28,7 +28,7 @@ from memdiag.record.options import Options
 from memdiag.record.rows import Rows
 from memdiag.record.saves import Saves
 from memdiag.record.stream import Stream, has_accelerator
-from memdiag.trace import Level, Role, Writer
+from memdiag.trace import Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
@@ -86,6 +86,8 @@ class Recorder:
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
             self._loop.owns)
+        self._gone: list[tuple[int, int, int]] = []
+        self._take_inventory(now)
         self._on = True
         self._watch_other_profilers()
         _track(self)
@@ -94,6 +96,14 @@ class Recorder:
         self._saves.start()
         self._open(self._wanted_level())
         return self
+
+    def trace(self) -> Trace:
+        """The run, read back from its file.
+
+        Raises:
+            MemdiagError: the file cannot be read.
+        """
+        return load(self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,6 +116,14 @@ class Recorder:
         self._cut(reopen=False)
         self._clear_progress()
         self._finish()
+
+    def _take_inventory(self, now: int) -> None:
+        heap = self._consumer.heap
+        for address, size, device, foreign in inventory.take(lambda a: heap.find(a) is not None, self._note_gone):
+            heap.was_there(address, size, device, foreign, now)
+
+    def _note_gone(self, time: int, address: int, size: int) -> None:
+        self._gone.append((time, address, size))
 
     def _end_hooks(self) -> None:
         self._modules.stop()
@@ -180,7 +198,8 @@ class Recorder:
         saves = self._saves.take()
         level, self._level = self._level, None
         assert level is not None
-        closed = self._consumer.chunk(level, roots, entries, saves)
+        gone, self._gone = self._gone, []
+        closed = self._consumer.chunk(level, roots, entries, saves, gone)
         del roots
         self._explain()
         self._write(lambda: self._rows.flush(self._writer))
