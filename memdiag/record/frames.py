@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -70,6 +71,14 @@ def _text(code: CodeType, line: int) -> str:
 def in_torch(code: CodeType) -> bool:
     """Whether code belongs to torch itself."""
     return code.co_filename.startswith(_TORCH)
+
+
+@functools.cache
+def forward_is_torchs(module: type) -> bool:
+    """Whether a module class takes its forward from torch."""
+    # Statically: scripted modules have descriptors that do not like to be looked at.
+    code = getattr(inspect.getattr_static(module, "forward", None), "__code__", None)
+    return isinstance(code, CodeType) and in_torch(code)
 
 
 def inside_torch_call(frame: FrameType | None) -> bool:

@@ -20,6 +20,7 @@ from memdiag.record.facts import Claim, StepEnd, claim, plain
 from memdiag.record.frames import user_line
 from memdiag.record.marks import Marks
 from memdiag.record.modules import tensors_in
+from memdiag.record.patch import replaced
 from memdiag.record.steps import Steps
 from memdiag.trace import Role
 
@@ -46,11 +47,11 @@ class Loop:
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def start(self) -> None:
-        self._wrap(torch.autograd, "_engine_run_backward", self._watch_backward)
+        self._undo.append(replaced(torch.autograd, "_engine_run_backward", self._watch_backward))
         # A step that the scaler skips because of an infinite gradient calls no optimizer, and is a step all the same.
-        self._wrap(GradScaler, "step", self._watch_scaler)
+        self._undo.append(replaced(GradScaler, "step", self._watch_scaler))
         for loader in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
-            self._wrap(loader, "_next_data", self._watch_loader)
+            self._undo.append(replaced(loader, "_next_data", self._watch_loader))
         for handle in (
             torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizer.register_optimizer_step_post_hook(self._after_step),
@@ -60,17 +61,6 @@ class Loop:
     def stop(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def _wrap(self, owner: Any, name: str, watch: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = owner.__dict__[name]
-        replacement = functools.wraps(original)(watch(original))
-        setattr(owner, name, replacement)
-
-        def undo() -> None:
-            if owner.__dict__.get(name) is replacement:  # else somebody has wrapped it once more: leave theirs
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
 
     @property
     def in_backward(self) -> bool:

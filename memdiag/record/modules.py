@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from memdiag.record.facts import ModuleCall, claim, plain
-from memdiag.record.frames import in_torch, locals_of, user_line
+from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
 from memdiag.record.lines import Lines
 from memdiag.record.marks import CLAIM, MODULE, Marks
+from memdiag.record.patch import replaced
 from memdiag.trace import Role
 
 
@@ -49,15 +50,13 @@ class Modules:
             torch_module.register_module_forward_hook(self._after, always_call=True),
         ]
         # Calling a compiled module warns when there are global hooks. Ours do not fire inside it: no warning is due.
-        self._any_hook = torch_module._has_any_global_hook
-        torch_module._has_any_global_hook = self._any_other_hook
+        self._undo = replaced(torch_module, "_has_any_global_hook", lambda original: lambda: self._any_other_hook())
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if torch_module._has_any_global_hook == self._any_other_hook:
-            torch_module._has_any_global_hook = self._any_hook
+        self._undo()
         self.unwind()
 
     def _any_other_hook(self) -> bool:
@@ -111,8 +110,7 @@ class Modules:
         mark = self._marks.range((MODULE, call))
         mark.__enter__()
         # Torch's own modules leave their fast path when an override is active.
-        switched = in_torch(type(module).forward.__code__) if hasattr(type(module).forward, "__code__") else False
-        switched = switched and self._lines.off()
+        switched = forward_is_torchs(type(module)) and self._lines.off()
         self._open.append((module, call, mark, switched))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -245,7 +243,7 @@ class Names:
 
 def _unwrapped(root: nn.Module) -> nn.Module:
     """The model inside torch's own wrappers (data parallel, compiled): its names are the ones a user knows."""
-    while in_torch(type(root).forward.__code__) if hasattr(type(root).forward, "__code__") else False:
+    while forward_is_torchs(type(root)):
         children = dict(root.named_children())
         inner = children.get("module", children.get("_orig_mod"))
         if inner is None or len(children) != 1:

@@ -81,7 +81,7 @@ class Recorder:
         self._stream = Stream(self._marks)
         self._consumer = Consumer(self._rows, now, has_accelerator())
         self._lines = Lines(self._marks)
-        self._saves = Saves(self._marks)
+        self._saves = Saves(self._marks, self._active)
         self._loop = Loop(self._marks, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections.abc import Callable
 from time import time_ns
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from memdiag.record.facts import Saved, SaveTimes, plain, storage_of
 from memdiag.record.frames import user_line
 from memdiag.record.marks import SAVE, Marks
+from memdiag.record.patch import replaced
+
+_autograd: Any = torch._C._autograd
 
 
 class Saves:
@@ -23,28 +27,73 @@ class Saves:
 
     Attributes:
         recording: whether tensors are noted at all.
+        suspended: how often the hooks had to be taken off, for torch.func and its like.
         light: note only when and where, not what.
         count: tensors packed so far, in full recording.
     """
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Marks, active: Callable[[], bool]) -> None:
         self._marks = marks
-        self._hooks: Any = None
+        self.active = active
+        self._installed = False
+        self._undo: list[Callable[[], None]] = []
+        self.suspended = 0
         self.recording = self.light = False
         self.times = SaveTimes()
         self.count = 0
 
     def start(self) -> None:
         self.recording = True
-        if self._hooks is None:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            self._hooks.__enter__()
+        if not self._undo:
+            self._push()
+            self._undo = [
+                replaced(_autograd, "_saved_tensors_hooks_disable", self._watch_disable),
+                replaced(_autograd, "_saved_tensors_hooks_enable", self._watch_enable),
+                replaced(_autograd.SavedTensor, "register_hooks", _watch_register),
+            ]
 
     def stop(self) -> None:
         self.recording = False
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
+        while self._undo:
+            self._undo.pop()()
+        self._pop()
+
+    def _push(self) -> None:
+        _autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        self._installed = True
+
+    def _pop(self) -> bool:
+        """Takes our hooks off, if they are the innermost. Returns whether they were."""
+        top = _autograd._top_saved_tensors_default_hooks(True) if self._installed else None
+        if top is None or top[0] != self._pack:
+            return False
+        _autograd._pop_saved_tensors_default_hooks()
+        self._installed = False
+        return True
+
+    def _watch_disable(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def disable(message: str, *args: Any, **kwargs: Any) -> Any:
+            # torch.func's transforms, and scripts, forbid hooks for a while, and would find ours.
+            popped = self.active() and self._pop()
+            try:
+                result = original(message, *args, **kwargs)
+            except BaseException:
+                if popped:
+                    self._push()
+                raise
+            if popped:
+                self.suspended += 1
+            return result
+
+        return disable
+
+    def _watch_enable(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enable() -> None:
+            original()
+            if self._undo and not self._installed and self.active():
+                self._push()
+
+        return enable
 
     def take(self) -> SaveTimes:
         """The times so far; they start anew."""
@@ -79,15 +128,16 @@ class _Packed:
     is kept and compared here.
     """
 
-    __slots__ = ("history", "owner", "save", "tensor", "version")
+    __slots__ = ("history", "owner", "save", "tensor", "users", "version")
 
     def __init__(self, tensor: torch.Tensor, owner: Saves | None, save: int) -> None:
         node = tensor.grad_fn
-        self.tensor = tensor if node is None else tensor.detach()
+        self.tensor: torch.Tensor | None = tensor if node is None else tensor.detach()
         self.version = -1 if torch.is_inference(tensor) else tensor._version
         self.history = None if node is None else (node.name(), tensor.output_nr)
         self.owner = owner
         self.save = save
+        self.users: tuple[Callable[[Any], torch.Tensor], Any] | None = None  # the script's own unpack, and its packed
 
     def __del__(self) -> None:
         if self.owner is not None:
@@ -95,18 +145,35 @@ class _Packed:
 
 
 def _unpack(packed: _Packed) -> torch.Tensor:
-    tensor = packed.tensor
-    if packed.version >= 0 and tensor._version != packed.version:
-        raise RuntimeError(_changed_in_place(packed))
     if packed.owner is not None:
         packed.owner.times.unpacked.append((packed.save, time_ns()))
+    if packed.users is not None:
+        unpack, kept = packed.users
+        return unpack(kept)
+    tensor = packed.tensor
+    assert tensor is not None
+    if packed.version >= 0 and tensor._version != packed.version:
+        raise RuntimeError(_changed_in_place(packed, tensor))
     return tensor
 
 
-def _changed_in_place(packed: _Packed) -> str:
+def _watch_register(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register_hooks(saved: Any, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        """Hooks of the script's own on one saved tensor: autograd allows one pair, and ours is there."""
+        try:
+            original(saved, pack, unpack)
+        except RuntimeError:
+            packed = getattr(saved, "data", None)  # torch before 2.9 does not show it
+            if not isinstance(packed, _Packed) or packed.users is not None:
+                raise
+            packed.users, packed.tensor = (unpack, pack(packed.tensor)), None
+
+    return register_hooks
+
+
+def _changed_in_place(packed: _Packed, tensor: torch.Tensor) -> str:
     """What autograd would have said, in the words of the PyTorch that runs."""
     example, name, shape, kind = _wording()
-    tensor = packed.tensor
     if packed.history is None:
         example = example.replace(f", which is output 0 of {name},", "")
     else:

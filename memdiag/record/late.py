@@ -1,0 +1,101 @@
+"""Starts a recording when the script has imported torch.
+
+torch reads its environment while it is imported (``OMP_NUM_THREADS``, ``TORCH_LOGS`` and more), and many scripts set
+it in their first lines. If we imported torch before them, they would run with other settings than alone. Nothing is
+missed: before that import there is no tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any, Generic, TypeVar
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+R = TypeVar("R", bound=AbstractContextManager[Any])
+
+
+class WhenTorchIsThere(MetaPathFinder, Generic[R]):
+    """A watch for :func:`memdiag.record.launch.run` that makes and enters a recorder right after ``import torch``.
+
+    Attributes:
+        recorder: once it was made; None where the script never imported torch.
+        problem: why the recorder could not be started. The script runs on without it.
+    """
+
+    def __init__(self, make: Callable[[], R]) -> None:
+        self.recorder: R | None = None
+        self.problem: str | None = None
+        self._make = make
+        self._pid = os.getpid()
+
+    def __enter__(self) -> WhenTorchIsThere[R]:
+        if "torch" in sys.modules:
+            self._start()
+        else:
+            sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_waiting()
+        if self.recorder is not None:
+            self.recorder.__exit__(kind, error, trace)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Finds torch as the other finders do, and has the recorder started when its code has run."""
+        if name != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_start(module: ModuleType) -> None:
+            del loader.exec_module  # the loader is itself again
+            with _quiet_profiler():
+                execute(module)
+            self._stop_waiting()
+            if os.getpid() == self._pid:  # a forked child is not recorded
+                self._start()
+
+        loader.exec_module = execute_and_start
+        return spec
+
+    def _stop_waiting(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def _start(self) -> None:
+        try:
+            recorder = self._make()
+            recorder.__enter__()
+        except Exception as error:  # whatever it is, the script must not fail in its `import torch`
+            self.problem = f"the recording could not be started ({type(error).__name__}: {error})"
+        else:
+            self.recorder = recorder
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keeps the profiler's library from printing lines of its own: it decides so when it is loaded."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)  # the script and its children see the environment that they had
