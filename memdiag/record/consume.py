@@ -328,6 +328,13 @@ class Consumer:
             for number in sorted(self._forward)[: _MOST_SEQUENCES // 2]:
                 del self._forward[number]
 
+    def skip_to(self, step: int, time_ns: int, gone: list[tuple[int, int, int]]) -> None:
+        """Nothing was recorded for a while, but what is ``gone``; the next chunk begins with this step."""
+        self.heap.new_chunk()
+        for freed in sorted(gone):
+            self._goes(freed)
+        self.loop.skip_to(step, self.heap.next_event, time_ns)
+
     def finish(self, time_ns: int) -> Rows | None:
         """Closes what is open: the recording has ended.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from memdiag.record.facts import Claim
 from memdiag.record.rows import Rows
 from memdiag.trace import NONE, Pool, Role
+from memdiag.trace.model import UNSEEN
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -172,10 +173,16 @@ class Heap:
         self._times.append(time_ns)
 
     def was_there(self, address: int, size: int, device: str, foreign: bool, time_ns: int) -> None:
-        """Memory from before the recording, found by an inventory."""
-        if address not in self._at:
-            pool = Pool.NUMPY if foreign else Pool.ALLOCATOR
-            self._row(address, self._comes(address, size, device, pool, time_ns, 0, UNRECORDED), NONE, UNRECORDED)
+        """Memory from before the recording, or from a gap in it, found by an inventory."""
+        if address in self._at:
+            return
+        pool = Pool.NUMPY if foreign else Pool.ALLOCATOR
+        live = self._comes(address, size, device, pool, time_ns, 0, UNRECORDED)
+        if self.next_event == 0:
+            self._row(address, live, NONE, UNRECORDED)
+        else:
+            self._row(address, live, self.next_event, UNRECORDED)
+            self._happens(time_ns)
 
     def is_gone(self, address: int, size: int, time_ns: int) -> None:
         """Memory without events of its own was freed: what a finalizer of ours saw."""
@@ -186,7 +193,7 @@ class Heap:
     def _mark(self, text: str, size: int) -> None:
         if self._marks < _MAX_MARKS:
             self._marks += 1
-            self._rows["marks"].append((self.next_event, self._rows.intern("unseen"), self._rows.intern(text), size))
+            self._rows["marks"].append((self.next_event, self._rows.intern(UNSEEN), self._rows.intern(text), size))
 
     def out_of_memory(self) -> None:
         self._rows["marks"].append((

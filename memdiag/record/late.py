@@ -65,8 +65,7 @@ class WhenTorchIsThere(MetaPathFinder, Generic[R]):
 
         def execute_and_start(module: ModuleType) -> None:
             del loader.exec_module  # the loader is itself again
-            with _quiet_profiler():
-                execute(module)
+            execute(module)
             self._stop_waiting()
             if os.getpid() == self._pid:  # a forked child is not recorded
                 self._start()
@@ -81,7 +80,8 @@ class WhenTorchIsThere(MetaPathFinder, Generic[R]):
     def _start(self) -> None:
         try:
             recorder = self._make()
-            recorder.__enter__()
+            with _quiet_profiler():
+                recorder.__enter__()
         except Exception as error:  # whatever it is, the script must not fail in its `import torch`
             self.problem = f"the recording could not be started ({type(error).__name__}: {error})"
         else:
@@ -90,7 +90,7 @@ class WhenTorchIsThere(MetaPathFinder, Generic[R]):
 
 @contextlib.contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Keeps the profiler's library from printing lines of its own: it decides so when it is loaded."""
+    """Keeps the profiler's library from printing lines of its own: it decides so when it is first started."""
     if _LOG_LEVEL in os.environ:
         yield
         return

@@ -97,7 +97,16 @@ class LoopState:
             self.step, self.level, self._step_start[0], event, self._step_start[1], ns, end_bytes, end.host_rss,
             self._rows.intern(end.input_shapes), self.step == 0,
         ))
-        self.step += 1
+        self._begin(self.step + 1, event, ns)
+
+    def skip_to(self, step: int, event: int, ns: int) -> None:
+        """A gap in the recording ends, where a step begins. What was open when it began closes, and is no step."""
+        self.finish(event, ns)
+        self._enclosing.clear()
+        self._begin(step, event, ns)
+
+    def _begin(self, step: int, event: int, ns: int) -> None:
+        self.step = step
         self._step_span = self._new()
         self._step_start = (event, ns)
         self.span, self._phase_start = self._new(), (event, ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from time import time_ns
 from types import FrameType
 from typing import Any
@@ -32,10 +33,11 @@ class Modules:
     def __init__(
         self, marks: Marks, lines: Lines, active: Callable[[], bool], in_backward: Callable[[], bool],
         outermost: Callable[[bool], None], owns: Callable[[list[torch.Tensor]], None],
+        elsewhere: Callable[[bool], None],
     ) -> None:
         self._marks, self._lines = marks, lines
         self._active, self._in_backward, self._outermost = active, in_backward, outermost
-        self._owns = owns
+        self._owns, self._elsewhere = owns, elsewhere
         self.light = False
         self._handles: list[Any] = []
         self._open: list[tuple[nn.Module, ModuleCall, Any, bool]] = []
@@ -80,9 +82,12 @@ class Modules:
 
     def suspend(self) -> None:
         """Closes the marks of the open calls, for a cut of the stream in their midst."""
-        for _, call, mark, _ in reversed(self._open):
+        suspended = []
+        for module, call, mark, switched in reversed(self._open):
             call.cut = True
             mark.__exit__(None, None, None)
+            suspended.append((module, call, nullcontext(), switched))
+        self._open = suspended[::-1]
 
     def resume(self) -> None:
         """Opens them again, in the next chunk."""
@@ -94,9 +99,15 @@ class Modules:
         self._open = reopened
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or not self._active() or (self.light and self._open):
+        if torch.compiler.is_compiling():
             return
         grad = torch.is_grad_enabled()
+        if not self._active():
+            self._elsewhere(grad)
+            if not self._active():
+                return
+        if self.light and self._open:
+            return
         recompute = self._in_backward()
         frame = sys._getframe(1)
         outermost = not self._open and not recompute

@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, time_ns
 from types import TracebackType
 from typing import Any
-
-import torch.autograd.profiler as torch_profiler
 
 from memdiag import policy
 from memdiag.record import inventory, machine
@@ -25,9 +22,11 @@ from memdiag.record.loop import Loop
 from memdiag.record.marks import Marks
 from memdiag.record.modules import Modules
 from memdiag.record.options import Options
+from memdiag.record.others import OtherProfilers
 from memdiag.record.rows import Rows
 from memdiag.record.saves import Saves
 from memdiag.record.stream import Stream, has_accelerator
+from memdiag.record.threads import Threads
 from memdiag.trace import Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 
@@ -66,6 +65,9 @@ class Recorder:
         self._on = False
         self._level: Level | None = None
         self._said: list[str] = []
+        self._left = False
+        self._devices_told: list[str] = []
+        self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
         self._next_look = 1
         self._progress_shown = False
@@ -75,7 +77,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         now = time_ns()
         self._writer = Writer(self.path, machine.about(self._argv, self._script, now))
-        self._thread = threading.get_ident()
+        self._threads = Threads(self._begin_here, self._end_here)
         self._rows = Rows()
         self._marks = Marks()
         self._stream = Stream(self._marks)
@@ -83,19 +85,36 @@ class Recorder:
         self._lines = Lines(self._marks)
         self._saves = Saves(self._marks, self._active)
         self._loop = Loop(self._marks, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
+        self._others = OtherProfilers(self._make_way, lambda: self._loop.steps.closed)
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
-            self._loop.owns)
+            self._loop.owns, self._threads.elsewhere)
         self._gone: list[tuple[int, int, int]] = []
         self._take_inventory(now)
         self._on = True
-        self._watch_other_profilers()
         _track(self)
+        self._threads.start()
+        self._others.start()
         self._loop.start()
         self._modules.start()
+        self._begin_here()
+        return self
+
+    def _begin_here(self) -> None:
+        """Opens the stream on the calling thread."""
+        if not self._on:
+            return
+        if self._threads.moved:
+            self._take_inventory(time_ns())
         self._saves.start()
         self._open(self._wanted_level())
-        return self
+
+    def _end_here(self) -> None:
+        """Closes the stream on the calling thread, and takes off what is the thread's own."""
+        self._modules.unwind()
+        self._saves.stop()
+        self._lines.stop()
+        self._cut(reopen=False)
 
     def trace(self) -> Trace:
         """The run, read back from its file.
@@ -108,12 +127,14 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._on and self._level is None and self.problem is None:
+        if self._left:
             return  # a forked child, or ended already
-        if self._active() and self._loop.steps.forward_begins():
-            self._loop.mark_step_end(StepEnd())  # a backward with no optimizer: nothing else will close its step
+        self._left = True
+        if self._active():
+            if self._loop.steps.forward_begins():
+                self._loop.mark_step_end(StepEnd())  # a backward with no optimizer: nothing else will close its step
+            self._end_here()
         self._end_hooks()
-        self._cut(reopen=False)
         self._clear_progress()
         self._finish()
 
@@ -125,12 +146,16 @@ class Recorder:
     def _note_gone(self, time: int, address: int, size: int) -> None:
         self._gone.append((time, address, size))
 
+    def _note_gone_meanwhile(self, time: int, address: int, size: int) -> None:
+        if self._stream.level is None:
+            self._gone.append((time, address, size))
+
     def _end_hooks(self) -> None:
+        """Takes off what is the process's."""
+        self._threads.stop()
         self._modules.stop()
-        self._saves.stop()
         self._loop.stop()
-        self._lines.stop()
-        self._unwatch_other_profilers()
+        self._others.stop()
 
     def _finish(self) -> None:
         self._on = False
@@ -138,12 +163,12 @@ class Recorder:
         heap = self._consumer.heap
         peak_step = self._consumer.finish(time_ns())
         facts = {
-            "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._said,
+            "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._not_seen(),
             "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
 
         def write() -> None:
-            self._rows.flush(self._writer)
+            self._flush()
             if peak_step is not None:
                 peak_step.flush(self._writer, of=PEAK_STEP)
             self._writer.about(facts)
@@ -151,10 +176,22 @@ class Recorder:
 
         self._write(write)
 
+    def _not_seen(self) -> list[str]:
+        said = list(self._said)
+        if self._away_since is not None:
+            said.append(f"everything from step {self._away_since} on: the script's own profiler ran")
+        if self._threads.moved:
+            said.append("what other threads did before the one that trains was recorded, and after it ended")
+        if self._saves.suspended:
+            said.append(
+                f"what autograd saved inside torch.func transforms and where the script forbids hooks "
+                f"({self._saves.suspended} times)")
+        return said
+
     # --- the stream ---------------------------------------------------------------------------------------------
 
     def _active(self) -> bool:
-        return self._on and threading.get_ident() == self._thread
+        return self._on and self._threads.is_recorded()
 
     def _wanted_level(self) -> Level:
         steps, done = self._options.steps, self._loop.steps.closed
@@ -202,12 +239,19 @@ class Recorder:
         closed = self._consumer.chunk(level, roots, entries, saves, gone)
         del roots
         self._explain()
-        self._write(lambda: self._rows.flush(self._writer))
+        self._write(self._flush)
         if not closed and reopen:
             self._give_up("everything after step "
                           f"{self._loop.steps.closed}: an operator was open where the stream had to be cut")
         elif reopen and self._on:
             self._open(next_level or self._wanted_level())
+
+    def _flush(self) -> None:
+        devices = list(self._consumer.heap.devices)
+        if devices != self._devices_told:
+            self._devices_told = devices
+            self._writer.about({"devices": devices})
+        self._rows.flush(self._writer)
 
     def _explain(self) -> None:
         """Looks for who holds what nothing else explains, while the functions that hold it are running."""
@@ -248,6 +292,8 @@ class Recorder:
     # --- what the hooks report ----------------------------------------------------------------------------------
 
     def _forward_begins(self, grad: bool) -> None:
+        if grad:
+            self._threads.trains()
         self._loop.forward_begins(grad)
         if (
             len(self._marks.entries) > _CUT_ANYWHERE and not self._loop.busy and not self._lines.depth
@@ -262,7 +308,9 @@ class Recorder:
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None
         if end.closes and not self._loop.busy and not self._modules.depth and not self._lines.depth:
-            if len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now() or self._wanted_level() is not self._level:
+            if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
+                self._come_back()
+            elif len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now() or self._wanted_level() is not self._level:
                 self._cut(reopen=True)
             self._show_progress()
         wanted = self._options.stop_after
@@ -279,25 +327,26 @@ class Recorder:
 
     # --- profilers of the user's own ----------------------------------------------------------------------------
 
-    def _watch_other_profilers(self) -> None:
-        self._prepare = torch_profiler._prepare_profiler
-        self._disable = torch_profiler._disable_profiler
-        self._others = 0
-        self._resume_at: int | None = None
+    def _make_way(self) -> None:
+        """Another profiler starts on this thread: the stream ends, or it would be wiped."""
+        if self._active() and self._stream.level is not None:
+            self._modules.suspend()
+            self._cut(reopen=False)
+            self._away_since = self._loop.steps.closed
+            # What goes until the stream is back makes no event.
+            inventory.take(lambda _: False, self._note_gone_meanwhile)
 
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            if self._active() and self._stream.level is not None:
-                self._modules.suspend()
-                self._cut(reopen=False)
-                self._said.append(f"from step {self._loop.steps.closed} on, while the script's own profiler ran")
-            return self._prepare(*args, **kwargs)
-
-        torch_profiler._prepare_profiler = prepare
-        self._own_prepare = prepare
-
-    def _unwatch_other_profilers(self) -> None:
-        if torch_profiler._prepare_profiler is self._own_prepare:
-            torch_profiler._prepare_profiler = self._prepare
+    def _come_back(self) -> None:
+        """A step has ended with no other profiler in its way."""
+        now = time_ns()
+        since, self._away_since = self._away_since, None
+        self._said.append(
+            f"steps {since} to {self._loop.steps.closed - 1}: the script's own profiler ran; memory freed then "
+            "that Python did not hold counts as live until its address is used again")
+        gone, self._gone = self._gone, []
+        self._consumer.skip_to(self._loop.steps.closed, now, gone)
+        self._take_inventory(now)
+        self._open(self._wanted_level())
 
     # --- progress -----------------------------------------------------------------------------------------------
 
@@ -325,10 +374,13 @@ class Recorder:
         self._on = False
         self._level = None
         self._marks.enabled = False
+        self._left = True
         self._writer.abandon()
         if was_recorded:
             self._stream.drop()
-            self._end_hooks()
+            self._saves.stop()
+            self._lines.stop()
+        self._end_hooks()
 
 
 _current: Recorder | None = None

@@ -132,6 +132,9 @@ SCHEMA: dict[str, dict[str, str]] = {
     "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4"},
 }
 
+UNSEEN = "unseen"
+"""The kind of a mark that tells of memory that changed without an event."""
+
 SAVE_GRAD = 1
 """Save flag: the tensor requires gradients."""
 SAVE_LEAF = 2
@@ -197,7 +200,10 @@ class Trace:
     def not_seen(self) -> list[str]:
         """What the recording could not see, in the recorder's own words, each once."""
         said: Sequence[str] = self.about.get("not_seen", ())
-        marks = [self.text[i] for i in self.tables["marks"]["text"] if i >= 0]
+        marks = [
+            self.text[text] for kind, text in zip(self.tables["marks"]["kind"], self.tables["marks"]["text"], strict=True)
+            if text >= 0 and self.text[kind] == UNSEEN
+        ]
         killed = [] if self.complete else ["the end of the run: the recording process was killed"]
         return list(dict.fromkeys([*said, *marks, *killed]))
 

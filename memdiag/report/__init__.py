@@ -1,0 +1,8 @@
+"""What a person or a machine is shown of a trace: a summary of facts, and renderers that only draw."""
+
+from memdiag.report.json import to_json
+from memdiag.report.plot import draw
+from memdiag.report.summary import Summary, summarize
+from memdiag.report.text import render_text
+
+__all__ = ["Summary", "draw", "render_text", "summarize", "to_json"]

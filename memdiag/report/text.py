@@ -1,0 +1,223 @@
+"""The summary as text: 80 columns, no colour, the same on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Sequence
+from statistics import median_low
+
+from tabulate import tabulate
+
+from memdiag.policy import SAVED_ROWS, UNKNOWN_SHARE
+from memdiag.report.names import shorten
+from memdiag.report.summary import PhasePeak, Saved, Summary
+from memdiag.trace import Phase, Role
+from memdiag.units import format_bytes
+
+WIDTH = 80
+_INDENT = "  "
+
+
+def render_text(summary: Summary) -> str:
+    """The report for a person; every line fits 80 columns, the last one ends with a newline."""
+    sections = (_header, _peak, _alive, _phases, _saved, _outside, _not_seen)
+    return "\n".join("\n".join(section(summary)) + "\n" for section in sections)
+
+
+# --- sections ---------------------------------------------------------------------------------------------------
+
+
+def _header(summary: Summary) -> list[str]:
+    about = summary.about
+    program, *arguments = about.get("argv") or [about.get("script") or ""]
+    command = shlex.join([os.path.basename(program), *arguments]) if program else "this run"
+    name = about.get("device_names", {}).get(summary.device)
+    versions = [("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"), ("memdiag", "memdiag")]
+    full = sum(step.recorded == "full" for step in summary.steps)
+    light = len(summary.steps) - full
+    steps = "none: no backward or optimizer step closed one" if not summary.steps else (
+        f"{len(summary.steps)}: {full} recorded in full" + (f", {light} in light" if light else ""))
+    facts = {
+        "device": f"{summary.device} ({name})" if name else summary.device,
+        "rank": f"{about.get('rank')} of {about['world_size']}" if (about.get("world_size") or 1) > 1 else None,
+        "versions": ", ".join(f"{name} {about[key]}" for name, key in versions if about.get(key)),
+        "settings": about.get("allocator_settings"),
+        "steps": steps,
+        "figures": "measured, from every allocation and free that PyTorch reported",
+        "ended": None if summary.complete else "the recording process was killed; this is what it had written",
+    }
+    return [shorten(f"Memory of {command}", WIDTH), *_facts(facts)]
+
+
+def _peak(summary: Summary) -> list[str]:
+    peak = summary.peak
+    if not peak.allocated_bytes:
+        return ["Peak", f"{_INDENT}nothing was allocated on {summary.device}"]
+    where = " › ".join(part for part in (peak.module, peak.operator) if part)
+    light = any(row.step == peak.step and row.recorded == "light" for row in summary.steps)
+    unknown = "not kept of a light step; record it in full with --steps" if light else "not known"
+    facts = {
+        "reserved": None if peak.reserved_bytes is None else f"{format_bytes(peak.reserved_bytes)} by the allocator",
+        "when": ", ".join([_step_words(summary, peak.step), *([peak.phase] if peak.phase else [])]),
+        "where": where or unknown,
+        "line": peak.line or unknown,
+    }
+    return [f"Peak: {format_bytes(peak.allocated_bytes)} allocated", *_facts(facts)]
+
+
+def _step_words(summary: Summary, step: int | None) -> str:
+    if step is None:
+        return "outside the steps" if summary.steps else "no step"
+    row = next((row for row in summary.steps if row.step == step), None)
+    if row is None:
+        return f"step {step} (unfinished)"
+    notes = [note for note, holds in (("warm-up", row.warm_up), ("light", row.recorded == "light")) if holds]
+    return f"step {step}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _alive(summary: Summary) -> list[str]:
+    total = summary.peak.allocated_bytes
+    rows = []
+    for row in sorted(summary.roles_at_peak, key=lambda row: -row.bytes):
+        if row.bytes or row.role == Role.UNKNOWN.label:
+            what = row.largest or row.proof or ""
+            rows.append([_words(row.role), format_bytes(row.bytes), _share(row.bytes, total), what])
+    rows.append(["total", format_bytes(sum(row.bytes for row in summary.roles_at_peak)), _share(total, total), ""])
+    lines = ["Alive at the peak, by role", *_table(["role", "bytes", "share", "largest"], rows, "lrrl")]
+    unknown = next(row for row in summary.roles_at_peak if row.role == Role.UNKNOWN.label)
+    if unknown.bytes > UNKNOWN_SHARE * total:
+        lines += _paragraph(f"The other figures are lower bounds: {_share(unknown.bytes, total)} is unknown "
+                            f"({unknown.proof}).")
+    return lines
+
+
+def _phases(summary: Summary) -> list[str]:
+    title = "Peaks by phase"
+    rows = []
+    for phase in Phase:
+        mine = [row for row in summary.phases if row.phase == phase.label]
+        if mine:
+            warm, steady = ([row for row in mine if row.warm_up is first] for first in (True, False))
+            rows.append([phase.label, _highest(warm)[0],
+                         format_bytes(median_low(row.peak_bytes for row in steady)) if steady else "-",
+                         *_highest(steady)])
+    if not rows:
+        return [title, f"{_INDENT}no phase was seen"]
+    return [title, *_table(["phase", "warm-up", "later: median", "later: highest", "in step"], rows, "lrrrr")]
+
+
+def _highest(rows: list[PhasePeak]) -> tuple[str, str]:
+    if not rows:
+        return "-", "-"
+    row = max(rows, key=lambda row: row.peak_bytes)
+    return format_bytes(row.peak_bytes), "none" if row.step is None else str(row.step)
+
+
+def _saved(summary: Summary) -> list[str]:
+    own = [row for row in summary.saved if row.role not in _NOT_FOR_BACKWARD]
+    shared: dict[str, int] = {}
+    for row in summary.saved:
+        if row.role in _NOT_FOR_BACKWARD:
+            shared[row.role] = shared.get(row.role, 0) + row.bytes
+    title = "Largest tensors saved for backward"
+    if summary.saved_step is not None:
+        title += f", in {_step_words(summary, summary.saved_step)}"
+    if not summary.saved:
+        return [title, f"{_INDENT}none was seen"]
+    rows = []
+    for row in own[:SAVED_ROWS]:
+        rows.append([format_bytes(row.bytes), str(row.count), _saver(row)])
+        rows.append(["", "", _tensor(row)])
+        others = [saver for saver in row.savers if saver != _saver(row)]
+        if others:
+            rows.append(["", "", f"also by {others[0]}" if len(others) == 1 else f"also by {len(others)} others"])
+    lines = [title]
+    if rows:
+        rest = own[SAVED_ROWS:]
+        if rest:
+            rows.append([format_bytes(sum(row.bytes for row in rest)), str(sum(row.count for row in rest)),
+                         f"{len(rest)} smaller kinds"])
+        rows.append([format_bytes(sum(row.bytes for row in own)), str(sum(row.count for row in own)),
+                     "in all, each storage once"])
+        lines += _table(["bytes", "count", "saved by"], rows, "rrl")
+    if shared:
+        sizes = ", ".join(f"{_words(role)} {format_bytes(size)}" for role, size in shared.items())
+        lines += _paragraph(f"Saved too, but alive anyway: {sizes}.")
+    return lines
+
+
+# Their bytes are there whether or not autograd keeps a reference.
+_NOT_FOR_BACKWARD = {role.label for role in (Role.PARAMETERS, Role.BUFFERS, Role.INPUTS)}
+
+
+def _saver(row: Saved) -> str:
+    return " › ".join(part for part in (row.module, row.operator) if part) or "not known"
+
+
+def _tensor(row: Saved) -> str:
+    parts = [f"{row.dtype or ''} {row.shape if row.shape is not None else ''}".strip(), row.line]
+    if row.role != Role.SAVED_ACTIVATIONS.label:
+        parts.append(_words(row.role))
+    return ", ".join(part for part in parts if part)
+
+
+def _outside(summary: Summary) -> list[str]:
+    outside = summary.outside_allocator
+    figures = [
+        ("shared memory and mapped files", outside.mapped),
+        ("storages of NumPy and other libraries", outside.numpy),
+        ("resident memory of the process, all included", outside.host_rss),
+        (f"{summary.device}, in use outside PyTorch", outside.outside_pytorch),
+        *((f"allocated on {device}", size) for device, size in summary.other_devices.items()),
+    ]
+    rows = [[what, format_bytes(size)] for what, size in figures if size is not None]
+    if not rows:
+        return ["Outside this allocator", f"{_INDENT}nothing was seen"]
+    return ["Outside this allocator", *_table(["what", "peak"], rows, "lr")]
+
+
+def _not_seen(summary: Summary) -> list[str]:
+    said = [line for text in summary.not_seen for line in _paragraph(text, "- ")]
+    return ["Not seen", *(said or [f"{_INDENT}nothing is known to be missing"])]
+
+
+# --- layout -----------------------------------------------------------------------------------------------------
+
+
+def _words(role: str) -> str:
+    return role.replace("_", " ")
+
+
+def _share(part: int, total: int) -> str:
+    return f"{part / total:.1%}".replace("%", " %") if total else "-"
+
+
+def _facts(facts: dict[str, str | None]) -> list[str]:
+    width = max(len(name) for name in facts) + 2
+    lines = []
+    for name, fact in facts.items():
+        if fact:
+            room = WIDTH - len(_INDENT) - width
+            lines += [f"{_INDENT}{name if not number else '':{width}}{line}"
+                      for number, line in enumerate(textwrap.wrap(fact, room, break_on_hyphens=False))]
+    return lines
+
+
+def _paragraph(text: str, mark: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=_INDENT + mark, subsequent_indent=_INDENT + " " * len(mark),
+                         break_on_hyphens=False)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """A table whose last column, where it is text, gives way so that the table fits."""
+    if align[-1] == "l":
+        # tabulate sets two columns of space between cells, and two more before a header.
+        taken = sum(max(len(headers[column]) + 2, *(len(row[column]) for row in rows)) + 2
+                    for column in range(len(headers) - 1))
+        room = WIDTH - len(_INDENT) - taken
+        rows = [[*row[:-1], shorten(row[-1], room)] for row in rows]
+    text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True,
+                    colalign=[{"l": "left", "r": "right"}[side] for side in align])
+    return [(_INDENT + line).rstrip() for line in text.splitlines()]

@@ -1,0 +1,97 @@
+"""The JSON report keeps to its contract."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from traces import AnyRun, TraceBuilder, any_runs, training_run
+
+from memdiag.report import summarize, to_json
+from memdiag.trace import Phase, Role, Trace
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "json.md").read_text()
+
+NUMBER, TEXT, TRUTH = (int,), (str,), (bool,)
+MAYBE_NUMBER, MAYBE_TEXT, NOTHING = (int, type(None)), (str, type(None)), (type(None),)
+
+# The contract: for each field the types that its value may have.
+PEAK = {"allocated_bytes": NUMBER, "reserved_bytes": MAYBE_NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEXT,
+        "module": MAYBE_TEXT, "operator": MAYBE_TEXT, "line": MAYBE_TEXT}
+OUTSIDE = dict.fromkeys(["mapped", "numpy", "host_rss", "outside_pytorch"], MAYBE_NUMBER)
+PHASE = {"step": MAYBE_NUMBER, "phase": TEXT, "peak_bytes": NUMBER, "warm_up": TRUTH}
+STEP = {"step": NUMBER, "warm_up": TRUTH, "recorded": TEXT, "end_bytes": NUMBER, "host_rss_bytes": MAYBE_NUMBER,
+        "input_shapes": MAYBE_TEXT}
+SAVED = {"module": MAYBE_TEXT, "folded": TRUTH, "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "dtype": MAYBE_TEXT,
+         "shape": (list, type(None)), "count": NUMBER, "bytes": NUMBER, "role": TEXT, "savers": (list,)}
+ROLES = {role.label: NUMBER for role in Role}
+FIELDS = {
+    "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": NOTHING, "roles_at_peak": (dict,),
+    "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,), "growth": NOTHING,
+    "scaling": NOTHING, "reachable_by_checkpointing_bytes": NOTHING, "verdict": NOTHING, "findings": NOTHING,
+    "oom": NOTHING, "not_seen": (list,),
+}
+
+
+def check(value: dict[str, Any], fields: dict[str, tuple[type, ...]]) -> None:
+    assert list(value) == list(fields)
+    for name, types in fields.items():
+        assert type(value[name]) in types, name
+
+
+def report_of(trace: Trace) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(to_json(summarize(trace)))
+    return report
+
+
+@given(any_runs())
+def test_every_report_has_the_fields_and_types_of_the_contract(any_run: AnyRun) -> None:
+    report = report_of(any_run.trace)
+    check(report, FIELDS)
+    check(report["peak"], PEAK)
+    check(report["roles_at_peak"], ROLES)
+    check(report["outside_allocator"], OUTSIDE)
+    for name, fields in (("phases", PHASE), ("steps", STEP), ("saved", SAVED)):
+        for row in report[name]:
+            check(row, fields)
+    assert report["schema_version"] == 1
+    assert sum(report["roles_at_peak"].values()) == report["peak"]["allocated_bytes"]
+    assert {row["phase"] for row in report["phases"]} <= {phase.label for phase in Phase}
+
+
+@pytest.mark.parametrize("trace", [
+    TraceBuilder().build(),
+    Trace({}, []),
+    training_run().build(),
+], ids=["empty", "nothing at all", "training"])
+def test_it_is_json_that_ends_with_a_newline(trace: Trace) -> None:
+    text = to_json(summarize(trace))
+    assert text.endswith("}\n")
+    assert json.loads(text)["roles_at_peak"].keys() == ROLES.keys()
+
+
+def test_a_training_run_says_the_same_as_its_summary() -> None:
+    summary = summarize(training_run(2, seed=7).build())
+    report = json.loads(to_json(summary))
+    assert report["about"]["seed"] == 7
+    assert report["peak"]["allocated_bytes"] == summary.peak.allocated_bytes
+    assert report["peak"]["line"] == "model.py:12"
+    assert report["saved"][0]["module"] == "blocks.0-1.fc"
+    assert report["saved"][0]["shape"] == [8, 2048]
+    assert report["saved"][0]["savers"] == ["blocks.0-1.fc › aten::linear"]
+    assert [row["recorded"] for row in report["steps"]] == ["full", "full"]
+
+
+def test_nothing_of_the_trace_is_lost_between_light_and_full() -> None:
+    run = training_run(1)
+    run.light_step({Phase.FORWARD: 5}, end_bytes=3)
+    assert [row["recorded"] for row in report_of(run.build())["steps"]] == ["full", "light"]
+
+
+@pytest.mark.parametrize("name", sorted({*FIELDS, *PEAK, *ROLES, *OUTSIDE, *PHASE, *STEP, *SAVED}))
+def test_every_field_is_documented(name: str) -> None:
+    assert re.search(rf"`(peak\.)?{name}`", DOCUMENT)
