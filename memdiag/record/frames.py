@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -73,12 +72,17 @@ def in_torch(code: CodeType) -> bool:
     return code.co_filename.startswith(_TORCH)
 
 
-@functools.cache
+_torchs: dict[type, bool] = {}
+
+
 def forward_is_torchs(module: type) -> bool:
     """Whether a module class takes its forward from torch."""
-    # Statically: scripted modules have descriptors that do not like to be looked at.
-    code = getattr(inspect.getattr_static(module, "forward", None), "__code__", None)
-    return isinstance(code, CodeType) and in_torch(code)
+    found = _torchs.get(module)
+    if found is None:
+        # Statically: scripted modules have descriptors that do not like to be looked at.
+        code = getattr(inspect.getattr_static(module, "forward", None), "__code__", None)
+        found = _torchs[module] = isinstance(code, CodeType) and in_torch(code)
+    return found
 
 
 def inside_torch_call(frame: FrameType | None) -> bool:

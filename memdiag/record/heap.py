@@ -271,7 +271,7 @@ class Heap:
         """A collective runs inside backward: what it works on are gradients, in buckets of their own or flat."""
         for address in addresses:
             live = self.find(address)
-            if live is not None and live.loose and not live.claims:
+            if live is not None and not live.saved and not live.claims:
                 self.say(live, Role.GRADIENTS, "communication buffer", f"given to {operator} in backward")
 
     def unexplained(self) -> dict[int, Live]:

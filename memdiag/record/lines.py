@@ -8,11 +8,12 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, handle_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from memdiag.record.frames import user_line
 from memdiag.record.marks import LINE, Marks
 
+_overrides: Any = torch.overrides
 TRAMPOLINE_NAME = "<memdiag>"
 """Name of the frames that stand in for the user's line; a traceback is better without them."""
 
@@ -35,7 +36,7 @@ class Lines(TorchFunctionMode):
         self._recording = True
         if not self._installed:
             self._installed = True
-            self.__enter__()
+            self.on()
 
     def pause(self) -> None:
         self._recording = False
@@ -47,14 +48,14 @@ class Lines(TorchFunctionMode):
 
     def off(self) -> bool:
         """Takes the mode off the stack if it is on top. Returns whether it was."""
-        if self._installed and _get_current_function_mode() is self:
-            _pop_mode()
+        if self._installed and _overrides._get_current_function_mode() is self:
+            _overrides._pop_mode()
             return True
         return False
 
     def on(self) -> None:
         if self._installed:
-            _push_mode(self)
+            _overrides._push_mode(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -112,9 +112,8 @@ class Loop:
             claims.append(claim(gradient, Role.GRADIENTS, None, "returned by torch.autograd.grad"))
         for reference in self._parameters.values():
             parameter = reference()
-            gradient = None if parameter is None else parameter.grad
-            if parameter is not None and gradient is not None:
-                claims.append(claim(gradient, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter"))
+            if parameter is not None and parameter.grad is not None:
+                claims.append(claim(parameter.grad, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter"))
         self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
 
     # --- optimizers ---------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def host_rss() -> int:
 
 def device_stats() -> list[tuple[str, str, int]]:
     """(device, statistic, bytes or count) of every CUDA device in use; nothing is synchronised or reset."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    cuda: Any = torch.cuda
+    if not cuda.is_available() or not cuda.is_initialized():
         return []
     found: list[tuple[str, str, int]] = []
     for index in range(torch.cuda.device_count()):

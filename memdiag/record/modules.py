@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
 
 from memdiag.record.facts import ModuleCall, claim, plain
 from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
@@ -146,6 +147,7 @@ class Modules:
     @plain
     def _claim_owned(self, root: nn.Module, again: bool = False) -> None:
         """Parameters and buffers below an outermost module, when any of them has moved since we last looked."""
+        root = unwrapped(root)
         owned = list(_owned(root))
         seen = hash(tuple(tensor.data_ptr() if tensor.layout is torch.strided else 0 for _, tensor, _ in owned))
         if self._claimed.get(id(root)) == seen and not again:
@@ -176,10 +178,10 @@ class Modules:
 def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:
     for name, parameter in root.named_parameters():
         # Functional calls put other tensors in a parameter's place for a while.
-        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.Parameter) and not is_lazy(parameter):
             yield name, parameter, Role.PARAMETERS
     for name, buffer in root.named_buffers():
-        if not isinstance(buffer, nn.parameter.UninitializedTensorMixin):
+        if not is_lazy(buffer):
             yield name, buffer, Role.BUFFERS
 
 
@@ -239,7 +241,7 @@ class Names:
                 break
         label = label or type(root).__name__
         owns = any(True for _ in root.parameters())
-        root = _unwrapped(root)
+        root = unwrapped(root)
         if owns and not self.model_seen:
             self.model_seen = True
             prefix = ""
@@ -252,7 +254,7 @@ class Names:
             self._prefix.setdefault(part, name)
 
 
-def _unwrapped(root: nn.Module) -> nn.Module:
+def unwrapped(root: nn.Module) -> nn.Module:
     """The model inside torch's own wrappers (data parallel, compiled): its names are the ones a user knows."""
     while forward_is_torchs(type(root)):
         children = dict(root.named_children())

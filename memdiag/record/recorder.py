@@ -310,7 +310,10 @@ class Recorder:
         if end.closes and not self._loop.busy and not self._modules.depth and not self._lines.depth:
             if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
                 self._come_back()
-            elif len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now() or self._wanted_level() is not self._level:
+            elif (
+                len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now()
+                or self._wanted_level() is not self._level
+            ):
                 self._cut(reopen=True)
             self._show_progress()
         wanted = self._options.stop_after

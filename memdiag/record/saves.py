@@ -164,7 +164,7 @@ def _watch_register(original: Callable[..., Any]) -> Callable[..., Any]:
             original(saved, pack, unpack)
         except RuntimeError:
             packed = getattr(saved, "data", None)  # torch before 2.9 does not show it
-            if not isinstance(packed, _Packed) or packed.users is not None:
+            if not isinstance(packed, _Packed) or packed.tensor is None:
                 raise
             packed.users, packed.tensor = (unpack, pack(packed.tensor)), None
 
@@ -193,7 +193,7 @@ def _wording() -> tuple[str, str, str, str]:
         changed = torch.ones(3, requires_grad=True).exp()
         changed.add_(1)
         try:
-            changed.sum().backward()
+            torch.autograd.backward(changed.sum())
         except RuntimeError as error:
             said.append(str(error))
 

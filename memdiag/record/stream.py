@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.autograd.profiler as profiler
 from torch._C._profiler import ProfilerActivity, ProfilerState, RecordScope, _ExperimentalConfig
-from torch.autograd.profiler import ProfilerConfig
 
 from memdiag.record.marks import CUT, Marks
 from memdiag.trace import Level
 
+_profiler: Any = torch.autograd.profiler
 _ACTIVITIES = {ProfilerActivity.CPU}
 _SCOPES = {
     # Operators and autograd nodes. The user's own record_function ranges have another scope and are left out, so
@@ -38,13 +37,13 @@ class Stream:
         self._marks = marks
         self.level: Level | None = None
         # The originals, taken before anyone wraps them to watch for a profiler of the user's own.
-        self._prepare: Callable[..., Any] = profiler._prepare_profiler
-        self._enable: Callable[..., Any] = profiler._enable_profiler
-        self._disable: Callable[..., Any] = profiler._disable_profiler
+        self._prepare: Callable[..., Any] = _profiler._prepare_profiler
+        self._enable: Callable[..., Any] = _profiler._enable_profiler
+        self._disable: Callable[..., Any] = _profiler._disable_profiler
 
     def open(self, level: Level) -> None:
         assert self.level is None
-        config = ProfilerConfig(
+        config = _profiler.ProfilerConfig(
             ProfilerState.KINETO,
             level is Level.FULL,  # shapes, and with them the storages that operators read
             True,  # memory

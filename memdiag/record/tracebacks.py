@@ -7,9 +7,9 @@ import functools
 import linecache
 import os
 from types import CodeType, TracebackType
+from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.overrides import handle_torch_function
 
 from memdiag.record.lines import TRAMPOLINE_NAME
@@ -67,6 +67,7 @@ def cleaned(trace: TracebackType | None) -> TracebackType | None:
 
 def _only_ours(entry: TracebackType) -> bool:
     """Whether the module of a ``_call_impl`` frame has no hooks of its own, nor the script global ones."""
+    torch_module: Any = nn.modules.module
     module = entry.tb_frame.f_locals.get("self")
     return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not torch_module._has_any_global_hook()
 

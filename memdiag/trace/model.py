@@ -200,12 +200,13 @@ class Trace:
     def not_seen(self) -> list[str]:
         """What the recording could not see, in the recorder's own words, each once."""
         said: Sequence[str] = self.about.get("not_seen", ())
-        marks = [
-            self.text[text] for kind, text in zip(self.tables["marks"]["kind"], self.tables["marks"]["text"], strict=True)
-            if text >= 0 and self.text[kind] == UNSEEN
+        marks = self.tables["marks"]
+        unseen = [
+            self.text[text] for kind, text in zip(marks["kind"], marks["text"], strict=True)
+            if self.string(kind) == UNSEEN and text >= 0
         ]
         killed = [] if self.complete else ["the end of the run: the recording process was killed"]
-        return list(dict.fromkeys([*said, *marks, *killed]))
+        return list(dict.fromkeys([*said, *unseen, *killed]))
 
 
 def as_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:

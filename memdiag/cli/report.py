@@ -1,0 +1,51 @@
+"""``memdiag report``: the report of a run file, as text or as JSON."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from memdiag.cli import paths
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", help="Also write all of it as JSON; with -, print only that.")
+@click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
+def report(run: Path, json_file: str | None, force: bool) -> Callable[[], int]:
+    """Print the report of a recorded run.
+
+    RUN is a file that `memdiag profile` wrote, also one whose script crashed,
+    ran out of memory or was killed.
+    """
+    return functools.partial(_report, run, json_file, force)
+
+
+def _report(run: Path, json_file: str | None, force: bool) -> int:
+    destination = None if json_file in (None, "-") else Path(str(json_file))
+    if destination is not None:
+        paths.check_apart([destination], inputs=[run])
+        paths.check_new(destination, force)
+    from memdiag.report import render_text, summarize, to_json
+    from memdiag.trace import load
+
+    summary = summarize(load(run))
+    if json_file == "-":
+        _print(to_json(summary))
+        return 0
+    _print(render_text(summary))
+    if destination is not None:
+        paths.write(destination, to_json(summary))
+        _print(f"wrote {destination}")
+    return 0
+
+
+def _print(text: str) -> None:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a sign still gets the figures
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
