@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+from torch._C._profiler import _TensorMetadata as TensorMetadata
+
 from memdiag.record import marks as m
 from memdiag.record.facts import ModuleCall, Saved, SaveTimes
 from memdiag.record.fold import Fold
@@ -31,12 +33,14 @@ class _Place:
         kernel: name of the innermost operator.
         line: of the user's code.
         node: name of the autograd node around.
+        again: code of a forward that runs again in backward, for a checkpoint.
     """
 
-    __slots__ = ("kernel", "line", "node", "operator", "span")
+    __slots__ = ("again", "kernel", "line", "node", "operator", "span")
 
-    def __init__(self, span: int, operator: int, kernel: int, line: int, node: int) -> None:
+    def __init__(self, span: int, operator: int, kernel: int, line: int, node: int, again: bool = False) -> None:
         self.span, self.operator, self.kernel, self.line, self.node = span, operator, kernel, line, node
+        self.again = again
 
 
 class Consumer:
@@ -53,6 +57,7 @@ class Consumer:
         self._dtypes: dict[Any, str] = {}
         self._forward: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> operator span, line
         self._unpacked: dict[int, int] = {}
+        self._graph_of_backward = False
         self.events_read = 0
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
@@ -137,10 +142,13 @@ class Consumer:
                     if place.span == NONE and not loop.nested:
                         loop.code(entry[2], heap.next_event, event.start_time_ns)
                     line = self._rows.intern(entry[1])
-                    inner = _Place(place.span, place.operator, place.kernel, line, place.node)
+                    # Hooks and backwards run without gradients, unless they are to be differentiated themselves.
+                    again = loop.in_backward and entry[2] and not self._graph_of_backward
+                    inner = _Place(place.span, place.operator, place.kernel, line, place.node, again)
                     todo.extend([(child, inner) for child in reversed(event.children)])
                 elif kind == m.SAVE:
                     self._save(entry[1], place)
+                    self.loop.saved(heap.next_event, event.start_time_ns)
                 elif kind == m.MODULE:
                     inner = self._module(entry[1], event, place, todo)
                     todo.extend([(child, inner) for child in reversed(event.children)])
@@ -153,8 +161,11 @@ class Consumer:
                     shelved.append((place.span, place.operator, place.line))
                     place.span = place.operator = NONE
                     place.line = self._rows.intern(entry[2])
+                    if kind == m.BACKWARD_START:
+                        self._graph_of_backward = entry[3]
                     loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns)
                 elif kind == m.STEP_END:
+                    entry[2].read = not entry[2].closes
                     if entry[2].closes:
                         self._step_ends(entry[2], event.start_time_ns)
                 else:
@@ -211,7 +222,7 @@ class Consumer:
             self._forward[sequence] = span, place.line
         row = [
             span, self.loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0,
-            event.start_time_ns, 0, 0, place.line, NONE, sequence, signature, 0, NONE,
+            event.start_time_ns, 0, 0, place.line, NONE, sequence, signature, RECOMPUTE * place.again, NONE,
         ]
         self._rows["spans"].append(row)
         todo.append((self._ender(row, event.end_time_ns), None))
@@ -232,9 +243,8 @@ class Consumer:
         said: list[str] = []
         for value in inputs:
             for tensor in value if value.__class__ is list else (value,):
-                sizes = getattr(tensor, "sizes", None)
-                if sizes is None:
-                    continue
+                if tensor.__class__ is not TensorMetadata:
+                    continue  # a number, or nothing
                 address = tensor.storage_data_ptr
                 if address:
                     addresses.append(address)
@@ -242,13 +252,15 @@ class Consumer:
                 text = self._dtypes.get(dtype)
                 if text is None:
                     text = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
-                said.append(f"{text}{sizes}")
+                said.append(f"{text}{tensor.sizes}")
         return (self._rows.intern(", ".join(said)) if said else NONE), tuple(addresses)
 
     def _save(self, saved: Saved, place: _Place) -> None:
         live = self.heap.find_or_foreign(saved.address, saved.storage_bytes, saved.device, saved.foreign)
         if live is not None and (saved.requires_grad or not saved.leaf):
             live.saved = True
+            if saved.leaf and live.step < self.loop.step and not live.claims:
+                self.heap.say(live, Role.PARAMETERS, None, "wants gradients, has no history, and was there a step before")
         intern = self._rows.intern
         span = place.operator if place.operator != NONE else place.span
         self._rows["saves"].append((

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -70,6 +71,14 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     return (address, size, not storage.resizable()) if address and size else None
 
 
+def all_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python's garbage collector knows."""
+    things = gc.get_objects()
+    # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
+    types = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
+    return [thing for thing in things if type(thing) in types]
+
+
 @dataclass(slots=True)
 class ModuleCall:
     """One call of a module.
@@ -118,9 +127,14 @@ class Saved:
 
 @dataclass(slots=True)
 class StepEnd:
-    """A step that may close here: whether it does is known when the next one begins, at the latest."""
+    """A step that may close here: whether it does may be known only some optimizer steps later.
+
+    Attributes:
+        read: the stream was read past it, and it had not closed: it never will.
+    """
 
     closes: bool = True
+    read: bool = False
     host_rss: int = -1
     input_shapes: str | None = None
     device_stats: list[tuple[str, str, int]] = field(default_factory=list)

@@ -96,6 +96,7 @@ class Fold:
         elif kind == _GONE:
             self._heap.is_gone(entry[2], entry[3], time)
         elif kind == m.STEP_END:
+            entry[2].read = not entry[2].closes
             if entry[2].closes:
                 self._step_ends(entry[2], time)
         elif kind in ENTERS:

@@ -17,7 +17,10 @@ _STDLIB = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib
 _PACKAGES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 
 _USER, _LIBRARY, _HIDDEN = 2, 1, 0
-_seen: dict[CodeType, int] = {}
+# By id, since hashing a code object takes microseconds: its code is kept with it, so that the id stays its own.
+_seen: dict[int, tuple[int, CodeType]] = {}
+_texts: dict[tuple[int, int], str] = {}
+_MOST_CODES = 50_000  # scripts may make code as they go
 
 
 def _rank(code: CodeType) -> int:
@@ -33,7 +36,10 @@ def _rank(code: CodeType) -> int:
         rank = _HIDDEN
     else:
         rank = _USER
-    _seen[code] = rank
+    if len(_seen) >= _MOST_CODES:
+        _seen.clear()
+        _texts.clear()
+    _seen[id(code)] = rank, code
     return rank
 
 
@@ -46,9 +52,8 @@ def user_line(frame: FrameType | None) -> str | None:
     library: FrameType | None = None
     while frame is not None:
         code = frame.f_code
-        rank = _seen.get(code)
-        if rank is None:
-            rank = _rank(code)
+        seen = _seen.get(id(code))
+        rank = _rank(code) if seen is None else seen[0]
         if rank == _USER:
             return _text(code, frame.f_lineno)
         if rank == _LIBRARY and library is None:
@@ -57,13 +62,11 @@ def user_line(frame: FrameType | None) -> str | None:
     return None if library is None else _text(library.f_code, library.f_lineno)
 
 
-_texts: dict[tuple[CodeType, int], str] = {}
-
-
 def _text(code: CodeType, line: int) -> str:
-    text = _texts.get((code, line))
+    """``file.py:12``; the code must be one that ``_seen`` keeps."""
+    text = _texts.get((id(code), line))
     if text is None:
-        text = _texts[code, line] = f"{os.path.abspath(code.co_filename)}:{line}"
+        text = _texts[id(code), line] = f"{os.path.abspath(code.co_filename)}:{line}"
     return text
 
 
@@ -83,6 +86,13 @@ def forward_is_torchs(module: type) -> bool:
         code = getattr(inspect.getattr_static(module, "forward", None), "__code__", None)
         found = _torchs[module] = isinstance(code, CodeType) and in_torch(code)
     return found
+
+
+def step_is_torchs(optimizer: type) -> bool:
+    """Whether an optimizer class takes its step from torch."""
+    step = inspect.getattr_static(optimizer, "step", None)
+    code = getattr(inspect.unwrap(step) if callable(step) else step, "__code__", None)
+    return isinstance(code, CodeType) and in_torch(code)
 
 
 def inside_torch_call(frame: FrameType | None) -> bool:

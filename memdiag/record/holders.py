@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memdiag.record.facts import plain, storage_of
+from memdiag.record.facts import all_tensors, plain, storage_of
 from memdiag.record.frames import in_torch, locals_of, user_line
 
 _MOST_LEVELS = 12
@@ -29,7 +29,7 @@ class Holder:
         chain: from the root to the tensor, as the script would write it; indices of lists are shown as ``[*]``.
         line: of the running function that has the variable, where it is a local one.
         owners: types of the objects that the chain passes through.
-        parameter: the tensor is an ``nn.Parameter``.
+        parameter: the tensor is an ``nn.Parameter``, or has no history and wants gradients.
         shape: of the tensor.
     """
 
@@ -95,12 +95,10 @@ def walk(addresses: set[int]) -> list[Holder]:
 def _tensors(addresses: set[int]) -> list[tuple[torch.Tensor, int]]:
     """One tensor per address."""
     found: dict[int, torch.Tensor] = {}
-    for thing in gc.get_objects():
-        # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
-        if issubclass(type(thing), torch.Tensor):
-            storage = storage_of(thing)
-            if storage is not None and storage[0] in addresses:
-                found.setdefault(storage[0], thing)
+    for thing in all_tensors():
+        storage = storage_of(thing)
+        if storage is not None and storage[0] in addresses:
+            found.setdefault(storage[0], thing)
     return [(tensor, address) for address, tensor in found.items()]
 
 
@@ -146,8 +144,8 @@ def _holder(found: tuple[torch.Tensor, int], root: tuple[str, str | None], top: 
         if not isinstance(thing, (dict, list, tuple, set)):
             owners.append(type(thing))
         thing = child
-    return Holder(address, root[0], text, root[1], tuple(owners), isinstance(tensor, nn.Parameter),
-                  tuple(tensor.shape))
+    parameter = isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
+    return Holder(address, root[0], text, root[1], tuple(owners), parameter, tuple(tensor.shape))
 
 
 def _step(parent: Any, child: Any, first: bool) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from time import time_ns
 
-import torch
-
-from memdiag.record.facts import plain, storage_of
+from memdiag.record.facts import all_tensors, plain, storage_of
 
 
 @plain
@@ -26,10 +23,7 @@ def take(known: Callable[[int], bool], gone: Callable[[int, int, int], None]) ->
         (address, bytes, device, whether it is foreign) of each.
     """
     found: dict[int, tuple[int, int, str, bool]] = {}
-    for thing in gc.get_objects():
-        # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
-        if not issubclass(type(thing), torch.Tensor):
-            continue
+    for thing in all_tensors():
         storage = storage_of(thing)
         if storage is None or storage[0] in found or known(storage[0]):
             continue

@@ -7,17 +7,16 @@ missed: before that import there is no tensor.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
+from memdiag.record.quiet import quiet_profiler
 
 R = TypeVar("R", bound=AbstractContextManager[Any])
 
@@ -80,22 +79,9 @@ class WhenTorchIsThere(MetaPathFinder, Generic[R]):
     def _start(self) -> None:
         try:
             recorder = self._make()
-            with _quiet_profiler():
+            with quiet_profiler():
                 recorder.__enter__()
         except Exception as error:  # whatever it is, the script must not fail in its `import torch`
             self.problem = f"the recording could not be started ({type(error).__name__}: {error})"
         else:
             self.recorder = recorder
-
-
-@contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Keeps the profiler's library from printing lines of its own: it decides so when it is first started."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        os.environ.pop(_LOG_LEVEL, None)  # the script and its children see the environment that they had

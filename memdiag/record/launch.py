@@ -91,17 +91,18 @@ def run(target: Target, watch: AbstractContextManager[Any]) -> int:
         0 to 255, or INTERRUPTED.
     """
     stderr, pid = sys.stderr, os.getpid()
+    is_script = target.path is not None and not _is_importable(target.path)
     names = _stage(target)
     error: BaseException | None = None
     # The script can go as deep as alone, and a RecursionError looks the same.
     sys.setrecursionlimit(sys.getrecursionlimit() + _depth())
     watch.__enter__()
     try:
-        exec(_code(target, names), names)
+        exec(_script_code(target, names) if is_script else _module_code(target, names), names)
     except BaseException as caught:
         error = caught
     # Outside the `except`: the user's hook must find no exception being handled.
-    if target.path is not None and names["__spec__"] is None:
+    if is_script:
         _flush()  # python does so after a script, not after a module
     status = 0 if error is None else _end(error)
     if isinstance(error, SystemExit):
@@ -252,15 +253,13 @@ def _depth() -> int:
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
-    if sys.version_info < (3, 12):  # calls from C count, too: our `exec`, and the two of `python -m`
-        depth += 3 if frame.f_globals.get("__name__") == "runpy" else 1
+    if sys.version_info < (3, 12):  # an `exec` counts, too: ours, and the one of `python -m`
+        depth += 2 if frame.f_globals.get("__name__") == "runpy" else 1
     return depth
 
 
-def _code(target: Target, names: dict[str, Any]) -> CodeType:
-    """The code to run, with what its ``__main__`` says of itself filled in."""
-    if target.path is not None and not _is_importable(target.path):
-        return _script_code(_absolute(target.path), names)
+def _module_code(target: Target, names: dict[str, Any]) -> CodeType:
+    """The code of a module, folder or zip file, with what its ``__main__`` says of itself filled in."""
     import runpy
 
     # Not public, but what `python -m` itself calls, and the same since Python 3.4.
@@ -284,7 +283,8 @@ def _code(target: Target, names: dict[str, Any]) -> CodeType:
     return code  # type: ignore[no-any-return]
 
 
-def _script_code(path: str, names: dict[str, Any]) -> CodeType:
+def _script_code(target: Target, names: dict[str, Any]) -> CodeType:
+    path = _absolute(str(target.path))
     with io.open_code(path) as file:
         source = file.read()
     compiled = source.startswith(importlib.util.MAGIC_NUMBER)
@@ -307,7 +307,8 @@ def _end(error: BaseException) -> int:
     """Shows an exception that ended the script as python does; returns the exit status."""
     if isinstance(error, SystemExit):
         return _exit_status(error)
-    error.__traceback__ = trace = _users(error.__traceback__)
+    _clean(error)
+    trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -323,7 +324,7 @@ def _end(error: BaseException) -> int:
     if isinstance(failure, SystemExit):
         return _exit_status(failure)
     if failure is not None:
-        failure.__traceback__ = _users(failure.__traceback__)
+        _clean(failure)
         _complain("Error in sys.excepthook:\n")
         sys.__excepthook__(type(failure), failure, failure.__traceback__)
         _complain("\nOriginal exception was:\n")
@@ -355,6 +356,15 @@ def _complain(text: str) -> None:
 
 
 _OURS = {__name__, "runpy", "zipimport"} | {"importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
+
+
+def _clean(error: BaseException) -> None:
+    """Leaves what python would show of an exception that ended the script."""
+    if "torch" in sys.modules:  # else nothing was recorded
+        from memdiag.record.tracebacks import clean
+
+        clean(error)
+    error.__traceback__ = _users(error.__traceback__)
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:

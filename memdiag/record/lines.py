@@ -21,6 +21,8 @@ TRAMPOLINE_NAME = "<memdiag>"
 class Lines(TorchFunctionMode):
     """Marks each torch function called from Python with its line.
 
+    Inside a step of torch's own optimizers every line is that of the step, which its mark tells: ``quiet`` then.
+
     Known limitations: torch's own modules ask whether any override is active and then leave their fast path, so the
     mode must be off while a forward of torch's runs (:meth:`off`, :meth:`on`).
     """
@@ -30,7 +32,23 @@ class Lines(TorchFunctionMode):
         self._marks = marks
         self._recording = False
         self._installed = False
-        self.depth = 0
+        self._open: list[list[Any]] = []  # of each call that goes on: its mark, and what the mark says
+        self.quiet = False
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def suspend(self) -> None:
+        """Closes the marks of the calls that go on, for a cut of the stream in their midst."""
+        for call in reversed(self._open):
+            call[0].__exit__(None, None, None)
+
+    def resume(self) -> None:
+        """Opens them again, in the next chunk."""
+        for call in self._open:
+            call[0] = self._marks.range(call[1])
+            call[0].__enter__()
 
     def start(self) -> None:
         self._recording = True
@@ -57,28 +75,42 @@ class Lines(TorchFunctionMode):
         if self._installed:
             _overrides._push_mode(self)
 
+    def on_inside(self) -> bool:
+        """Puts the mode on for Python code that a torch function calls: the call had taken it off.
+
+        Returns:
+            Whether it was off; then :meth:`off` is due at the end.
+        """
+        if not self._installed or self in _overrides._get_current_function_mode_stack():
+            return False
+        self.on()
+        return True
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if torch.compiler.is_compiling() or not self._recording or func.__name__ == "__get__":
+        if torch.compiler.is_compiling() or not self._recording or self.quiet or func.__name__ == "__get__":
             return func(*args, **kwargs)
         frame = sys._getframe(1)
         if frame.f_code is _HANDLE and frame.f_back is not None and frame.f_back.f_back is not None:
             # A torch function written in Python asked for overrides: the call is one frame further out.
             frame = frame.f_back.f_back
-        self.depth += 1
+        entry = LINE, user_line(frame), torch.is_grad_enabled()
+        call = [self._marks.range(entry), entry]
+        self._open.append(call)
+        call[0].__enter__()
         try:
-            with self._marks.range((LINE, user_line(frame), torch.is_grad_enabled())):
-                return _called_from(frame)(func, args, kwargs)
+            return _called_from(frame)(func, args, kwargs)
         finally:
-            self.depth -= 1
+            self._open.pop()[0].__exit__(None, None, None)
 
 
 _HANDLE = handle_torch_function.__code__
 _TRAMPOLINE = (lambda func, args, kwargs: func(*args, **kwargs)).__code__
-_trampolines: dict[tuple[CodeType, int], FunctionType] = {}
+_trampolines: dict[tuple[int, int], tuple[CodeType, CodeType]] = {}  # by id of the code, kept with it, and line
+_MOST_TRAMPOLINES = 50_000
 
 
 def _called_from(frame: FrameType) -> FunctionType:
@@ -87,10 +119,13 @@ def _called_from(frame: FrameType) -> FunctionType:
     A warning names the frame that was running, and is shown once for each such line: with a frame of ours in between,
     every line would be the same one.
     """
-    site = frame.f_code, frame.f_lineno
-    found = _trampolines.get(site)
+    code, line = frame.f_code, frame.f_lineno
+    found = _trampolines.get((id(code), line))
     if found is None:
-        code = _TRAMPOLINE.replace(
-            co_filename=site[0].co_filename, co_firstlineno=site[1], co_name=TRAMPOLINE_NAME)
-        found = _trampolines[site] = FunctionType(code, frame.f_globals)
-    return found
+        if len(_trampolines) >= _MOST_TRAMPOLINES:
+            _trampolines.clear()
+        looks_like = _TRAMPOLINE.replace(
+            co_filename=code.co_filename, co_firstlineno=line, co_name=TRAMPOLINE_NAME)
+        found = _trampolines[id(code), line] = looks_like, code
+    # The function is not kept: it would keep the globals, and all that the script has there, alive.
+    return FunctionType(found[0], frame.f_globals)

@@ -17,7 +17,8 @@ from torch.utils.data import dataloader
 
 from memdiag.record import marks as m
 from memdiag.record.facts import Claim, StepEnd, claim, plain
-from memdiag.record.frames import user_line
+from memdiag.record.frames import step_is_torchs, user_line
+from memdiag.record.lines import Lines
 from memdiag.record.marks import Marks
 from memdiag.record.modules import tensors_in
 from memdiag.record.patch import replaced
@@ -29,16 +30,18 @@ class Loop:
     """Wraps the one way into backward, hooks every optimizer, and tells where steps end.
 
     Args:
+        lines: are not asked for inside a step of torch's own optimizers.
         active: whether the calling thread is recorded.
         name_of: the name of a parameter, where a module of that name has been called.
         step_ended: called where a step may have ended; may cut the stream, or end the script.
     """
 
     def __init__(
-        self, marks: Marks, active: Callable[[], bool], name_of: Callable[[torch.Tensor], str | None],
+        self, marks: Marks, lines: Lines, active: Callable[[], bool], name_of: Callable[[torch.Tensor], str | None],
         step_ended: Callable[[StepEnd], None],
     ) -> None:
-        self._marks, self._active, self._name_of, self._step_ended = marks, active, name_of, step_ended
+        self._marks, self._lines, self._active = marks, lines, active
+        self._name_of, self._step_ended = name_of, step_ended
         self.steps = Steps()
         self._backward = 0
         self._optimizer = 0
@@ -91,12 +94,16 @@ class Loop:
                 return original(*args, **kwargs)
             if not self._optimizer and self.steps.forward_begins():
                 self.mark_step_end(StepEnd())
-            self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)))
+            create_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph"))
+            self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)), create_graph)
             self._backward += 1
+            switched = self._lines.on_inside()  # hooks, custom Functions and recomputation are Python code
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._backward -= 1
+                if switched:
+                    self._lines.off()
                 self._marks.instant(m.BACKWARD_END)
             self._claim_gradients(result)
             if not self._optimizer:
@@ -129,6 +136,7 @@ class Loop:
         self.steps.optimizer_begins(optimizer)
         self._claim_parameters(optimizer)
         self._marks.instant(m.OPTIMIZER_START, user_line(sys._getframe(1)))
+        self._lines.quiet = step_is_torchs(type(optimizer))
         return self._with_own_closure(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -136,6 +144,7 @@ class Loop:
             return
         self._optimizer -= 1
         if self._optimizer == 0:
+            self._lines.quiet = False
             self._claim_state(optimizer)
             self._marks.instant(m.OPTIMIZER_END)
             self.mark_step_end(self.steps.optimizer_ended(optimizer))
@@ -166,9 +175,11 @@ class Loop:
         @functools.wraps(closure, updated=())
         def watched(*a: Any, **k: Any) -> Any:
             self._marks.instant(m.CLOSURE_START, None)
+            quiet, self._lines.quiet = self._lines.quiet, False
             try:
                 return closure(*a, **k)
             finally:
+                self._lines.quiet = quiet
                 self._marks.instant(m.CLOSURE_END)
 
         if "closure" in kwargs:
@@ -186,6 +197,7 @@ class Loop:
         while self._optimizer > running:
             self._optimizer -= 1
             if self._optimizer == 0:
+                self._lines.quiet = False
                 self._marks.instant(m.OPTIMIZER_END)
 
     @plain

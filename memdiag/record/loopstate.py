@@ -31,6 +31,7 @@ class LoopState:
         self._phase_start = (0, start_ns)
         self._after_backward = False
         self._updating = False  # the script's own optimizer is at work
+        self._grad = self._update_grad = True  # gradients were on in the last line, and in the update's
         self._enclosing: list[Phase] = []
         self.level = Level.FULL
 
@@ -72,12 +73,21 @@ class LoopState:
 
     def code(self, grad: bool, event: int, ns: int) -> None:
         """A torch function called by the script outside modules, backward and the optimizer."""
+        self._grad = grad
         if self._updating:
-            return
+            if self._update_grad or not grad:
+                return
+            self._updating = False  # it left the block without gradients that the update was in
         if grad:
             self.set(Phase.FORWARD, event, ns)
         elif self.phase is Phase.FORWARD:
             self.set(Phase.OTHER, event, ns)
+
+    def saved(self, event: int, ns: int) -> None:
+        """Autograd kept something for a backward: the script's own update is over, though no module was called."""
+        if self._updating:
+            self._updating = self._after_backward = False
+            self.set(Phase.FORWARD, event, ns)
 
     def parameter_written(self, event: int, ns: int) -> None:
         """The script itself wrote to a parameter in place: between a backward and the next forward that is its
@@ -85,6 +95,7 @@ class LoopState:
         if not self._after_backward or self._updating:
             return
         self._updating = True
+        self._update_grad = self._grad
         if self.phase is Phase.OTHER:
             self.phase = Phase.OPTIMIZER
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from time import time_ns
 from types import FrameType
@@ -63,10 +63,7 @@ class Modules:
         self.unwind()
 
     def _any_other_hook(self) -> bool:
-        own = {handle.id for handle in self._handles}
-        return any(set(hooks) - own for hooks in (
-            torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
-            torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks))
+        return any_global_hook({handle.id for handle in self._handles})
 
     @property
     def depth(self) -> int:
@@ -173,6 +170,13 @@ class Modules:
         if self.step_inputs is None and tensors:
             self.step_inputs = ", ".join(
                 f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def any_global_hook(but: Set[int] = frozenset()) -> bool:
+    """Whether there are hooks on all modules, leaving out those with these ids."""
+    return any(set(hooks) - but for hooks in (
+        torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
+        torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks))
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:

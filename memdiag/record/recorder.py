@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, time_ns
@@ -34,6 +35,7 @@ from memdiag.trace.file import PEAK_STEP
 _CUT_AT_STEP_END = 2_500
 _CUT_ANYWHERE = 15_000
 _PROGRESS_SECONDS = 0.25
+_STILL_OPEN = "everything after step {step}: an operator was running where the stream had to be cut"
 _LOOK_GROWTH = 1.1  # steps between looks at who holds what: every one of the first twenty, then ever rarer
 
 
@@ -66,6 +68,7 @@ class Recorder:
         self._level: Level | None = None
         self._said: list[str] = []
         self._left = False
+        self._open_on: int | None = None  # the thread on which an operator was running when the stream was cut
         self._devices_told: list[str] = []
         self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
@@ -77,14 +80,15 @@ class Recorder:
     def __enter__(self) -> Recorder:
         now = time_ns()
         self._writer = Writer(self.path, machine.about(self._argv, self._script, now))
-        self._threads = Threads(self._begin_here, self._end_here)
+        self._threads = Threads(self._nothing_is_open, self._begin_here, self._end_here)
         self._rows = Rows()
         self._marks = Marks()
         self._stream = Stream(self._marks)
         self._consumer = Consumer(self._rows, now, has_accelerator())
         self._lines = Lines(self._marks)
         self._saves = Saves(self._marks, self._active)
-        self._loop = Loop(self._marks, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
+        self._loop = Loop(
+            self._marks, self._lines, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
         self._others = OtherProfilers(self._make_way, lambda: self._loop.steps.closed)
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
@@ -104,10 +108,20 @@ class Recorder:
         """Opens the stream on the calling thread."""
         if not self._on:
             return
+        if self._open_on == threading.get_ident():
+            self._give_up(_STILL_OPEN.format(step=self._loop.steps.closed))
+            return
         if self._threads.moved:
             self._take_inventory(time_ns())
         self._saves.start()
         self._open(self._wanted_level())
+
+    def _nothing_is_open(self) -> bool:
+        """Whether the stream may be cut here: no backward, optimizer, module or torch function is running."""
+        return (
+            not self._loop.busy and not self._modules.depth and not self._lines.depth
+            and not inside_torch_call(sys._getframe(1))
+        )
 
     def _end_here(self) -> None:
         """Closes the stream on the calling thread, and takes off what is the thread's own."""
@@ -240,9 +254,9 @@ class Recorder:
         del roots
         self._explain()
         self._write(self._flush)
+        self._open_on = None if closed else threading.get_ident()
         if not closed and reopen:
-            self._give_up("everything after step "
-                          f"{self._loop.steps.closed}: an operator was open where the stream had to be cut")
+            self._give_up(_STILL_OPEN.format(step=self._loop.steps.closed))
         elif reopen and self._on:
             self._open(next_level or self._wanted_level())
 
@@ -264,7 +278,7 @@ class Recorder:
             live = candidates[holder.address]
             role, proof = Role.HELD, f"reached from {holder.root}"
             if holder.parameter and not self._modules.names.model_seen:
-                role, proof = Role.PARAMETERS, f"an nn.Parameter reached from {holder.root}"
+                role, proof = Role.PARAMETERS, f"wants gradients, has no history, and is reached from {holder.root}"
             elif any(defines(owner, line) for owner in holder.owners for line in writers):
                 role, proof = Role.OPTIMIZER_STATE, "kept by the object that updates the parameters"
             consumer.heap.say(live, role, holder.chain, proof)
@@ -307,14 +321,18 @@ class Recorder:
         end.host_rss = machine.host_rss()
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None
-        if end.closes and not self._loop.busy and not self._modules.depth and not self._lines.depth:
+        # A step without module calls ends where the next backward begins: inside a torch function, but no operator.
+        free = not self._lines.depth or not inside_torch_call(sys._getframe(1))
+        if end.closes and not self._loop.busy and not self._modules.depth and free:
             if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
                 self._come_back()
             elif (
                 len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now()
                 or self._wanted_level() is not self._level
             ):
+                self._lines.suspend()
                 self._cut(reopen=True)
+                self._lines.resume()
             self._show_progress()
         wanted = self._options.stop_after
         if wanted is not None and self._loop.steps.closed >= wanted:

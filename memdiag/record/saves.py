@@ -36,6 +36,7 @@ class Saves:
         self._marks = marks
         self.active = active
         self._installed = False
+        self._above = 0  # pairs of the script's own, inside ours
         self._undo: list[Callable[[], None]] = []
         self.suspended = 0
         self.recording = self.light = False
@@ -51,6 +52,11 @@ class Saves:
                 replaced(_autograd, "_saved_tensors_hooks_enable", self._watch_enable),
                 replaced(_autograd.SavedTensor, "register_hooks", _watch_register),
             ]
+            if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):  # torch before 2.7: we have to count
+                self._undo += [
+                    replaced(_autograd, "_push_saved_tensors_default_hooks", self._count(1)),
+                    replaced(_autograd, "_pop_saved_tensors_default_hooks", self._count(-1)),
+                ]
 
     def stop(self) -> None:
         self.recording = False
@@ -59,17 +65,34 @@ class Saves:
         self._pop()
 
     def _push(self) -> None:
+        self._installed = False
         _autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
         self._installed = True
 
     def _pop(self) -> bool:
         """Takes our hooks off, if they are the innermost. Returns whether they were."""
-        top = _autograd._top_saved_tensors_default_hooks(True) if self._installed else None
-        if top is None or top[0] != self._pack:
+        if not self._installed or not self._innermost():
             return False
-        _autograd._pop_saved_tensors_default_hooks()
         self._installed = False
+        _autograd._pop_saved_tensors_default_hooks()
         return True
+
+    def _innermost(self) -> bool:
+        if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
+            return self._above == 0
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
+    def _count(self, change: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def push_or_pop(*hooks: Any) -> Any:
+                if self._installed and self.active():
+                    self._above += change
+                return original(*hooks)
+
+            return push_or_pop
+
+        return watch
 
     def _watch_disable(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def disable(message: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,16 @@ from torch.optim import Optimizer
 
 from memdiag.record.facts import StepEnd
 
+# Optimizer steps to wait for an optimizer that has not stepped yet, before the others count as the cycle.
+_PATIENCE = 8
+
 
 class Steps:
     """Decides which optimizer step, or which backward, closes a training step.
 
-    With one optimizer its step closes; with several the cycle is their repeating order, and the last of it closes;
-    with none a backward does, when the next forward begins. Several backwards before the optimizer's step are one
-    step (accumulation).
+    With one optimizer its step closes; with several the cycle is their repeating order (a critic three times, then a
+    generator), and the last of it closes; with none a backward does, when the next forward begins. Several backwards
+    before the optimizer's step are one step (accumulation).
 
     Attributes:
         closed: steps that have ended.
@@ -26,8 +29,8 @@ class Steps:
         self.closed = 0
         self._optimizers: WeakSet[Optimizer] | None = None
         self._order: list[int] = []  # optimizers that have stepped since the last close
-        self._closing: int | None = None
-        self._undecided: StepEnd | None = None
+        self._cycle: list[int] = []  # their order in a whole training step, once known
+        self._undecided: list[StepEnd] = []  # ends that may turn out to close
         self._backward_seen = False
         self._ever_stepped = False  # an optimizer, at all
 
@@ -46,32 +49,41 @@ class Steps:
         """May decide that the step before this one closed the training step."""
         known = self._alive()
         if optimizer not in known:
+            for other in [o for o in known if _first(o) is _first(optimizer)]:
+                known.discard(other)  # a wrapper around this one
             known.add(optimizer)
-        key = id(optimizer)
-        if self._undecided is not None and key in self._order:
-            # This one again: the cycle was complete after the last one that stepped.
-            self._closing = self._order[-1]
-            self._undecided.closes = True
-            self._undecided = None
-            self._order = []
-            self.closed += 1
+        if self._cycle or not self._order:
+            return
+        stepped = set(self._order)
+        if len(stepped) >= len(known) and self._order[0] == id(optimizer):
+            self._cycle = self._order
+            self._restart(self._undecided[-1:])
+        elif len(self._order) >= _PATIENCE * len(stepped):
+            # The others may never step, and do not count until they do. Where only one has stepped, each of its
+            # steps was a training step.
+            for other in [o for o in known if id(o) not in stepped]:
+                known.discard(other)
+            self._restart(self._undecided if len(stepped) == 1 else [])
+
+    def _restart(self, closing: list[StepEnd]) -> None:
+        self._order, self._undecided = [], []
+        for end in closing:
+            if not end.read:
+                end.closes = True
+                self.closed += 1
 
     def optimizer_ended(self, optimizer: Optimizer) -> StepEnd:
-        """The end of an optimizer's step: it closes, does not, or is decided when the next one begins."""
+        """The end of an optimizer's step: it closes, does not, or is decided when a later one begins."""
         self._backward_seen = False
         self._ever_stepped = True
-        key = id(optimizer)
         end = StepEnd(closes=False)
-        self._order.append(key)
-        cycle_forgotten = self._closing is not None and len(self._order) > 4 * max(1, len(self._alive())) + 16
-        if len(self._alive()) == 1 or key == self._closing:
-            end.closes = True
-            self._closing = key
-            self._order = []
-            self.closed += 1
-        elif self._closing is None or cycle_forgotten:
-            self._closing = None
-            self._undecided = end
+        self._order.append(id(optimizer))
+        if self._order != self._cycle[: len(self._order)]:
+            if self._cycle:  # the order has changed
+                self._cycle, self._order = [], [id(optimizer)]
+            self._undecided.append(end)
+        if len(self._alive()) == 1 or self._order == self._cycle:
+            self._restart([end])
         return end
 
     def _alive(self) -> WeakSet[Optimizer]:
@@ -85,9 +97,15 @@ class Steps:
             # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
             for thing in gc.get_objects():
                 if issubclass(type(thing), Optimizer):
-                    groups = getattr(thing, "param_groups", None) or []
-                    first = next((p for group in groups for p in group["params"]), None)
-                    if isinstance(first, torch.Tensor) and id(first) not in seen:
+                    first = _first(thing)
+                    if first is not None and id(first) not in seen:
                         seen.add(id(first))
                         self._optimizers.add(thing)
         return self._optimizers
+
+
+def _first(optimizer: Optimizer) -> torch.Tensor | None:
+    """The first parameter of an optimizer, which it shares with its wrappers."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    first = next((p for group in groups for p in group["params"]), None)
+    return first if isinstance(first, torch.Tensor) else None

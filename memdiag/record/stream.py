@@ -9,6 +9,7 @@ import torch
 from torch._C._profiler import ProfilerActivity, ProfilerState, RecordScope, _ExperimentalConfig
 
 from memdiag.record.marks import CUT, Marks
+from memdiag.record.quiet import quiet_profiler
 from memdiag.trace import Level
 
 _profiler: Any = torch.autograd.profiler
@@ -52,8 +53,9 @@ class Stream:
             False,
             _ExperimentalConfig(),
         )
-        self._prepare(config, _ACTIVITIES)
-        self._enable(config, _ACTIVITIES, _SCOPES[level])
+        with quiet_profiler():
+            self._prepare(config, _ACTIVITIES)
+            self._enable(config, _ACTIVITIES, _SCOPES[level])
         self.level = level
 
     def close(self) -> list[Any]:
@@ -77,5 +79,7 @@ class Stream:
 
 
 def has_accelerator() -> bool:
-    """Whether events can come from a device other than the CPU."""
-    return bool(torch.accelerator.is_available()) if hasattr(torch, "accelerator") else torch.cuda.is_available()
+    """Whether events can come from a device other than the CPU: by the build, since asking the driver wakes it."""
+    version: Any = torch.version
+    built = any(getattr(version, name, None) for name in ("cuda", "hip", "xpu"))
+    return built or torch.backends.mps.is_built() or torch._C._get_privateuse1_backend_name() != "privateuseone"

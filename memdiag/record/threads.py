@@ -17,6 +17,7 @@ class Threads:
     with gradients first then takes it, until that thread ends.
 
     Args:
+        may_end: whether nothing is going on that an end of the stream would cut in two.
         begin: opens the stream on the calling thread.
         end: closes it there.
 
@@ -25,8 +26,10 @@ class Threads:
         moved: the stream went to another thread.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(
+        self, may_end: Callable[[], bool], begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self._may_end, self._begin, self._end = may_end, begin, end
         self.recorded: int | None = threading.get_ident()
         self._first = self.recorded
         self._trained = False
@@ -73,7 +76,7 @@ class Threads:
 
     def _watch_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
-            if self._trained or not self.is_recorded():
+            if self._trained or not self.is_recorded() or not self._may_end():
                 return original(*args, **kwargs)
             self._end()
             self.recorded = None

@@ -7,12 +7,12 @@ import functools
 import linecache
 import os
 from types import CodeType, TracebackType
-from typing import Any
 
 from torch import nn
 from torch.overrides import handle_torch_function
 
 from memdiag.record.lines import TRAMPOLINE_NAME
+from memdiag.record.modules import any_global_hook
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _HANDLE = handle_torch_function.__code__
@@ -67,9 +67,8 @@ def cleaned(trace: TracebackType | None) -> TracebackType | None:
 
 def _only_ours(entry: TracebackType) -> bool:
     """Whether the module of a ``_call_impl`` frame has no hooks of its own, nor the script global ones."""
-    torch_module: Any = nn.modules.module
     module = entry.tb_frame.f_locals.get("self")
-    return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not torch_module._has_any_global_hook()
+    return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not any_global_hook()
 
 
 def _short_way(entry: TracebackType) -> TracebackType:

@@ -147,7 +147,7 @@ class _Facts:
 
     def __init__(self, trace: Trace, life: Lives, nest: Nesting, where: Ints) -> None:
         spans = trace["spans"]
-        self.trace, self.life = trace, life
+        self.trace, self.life, self.nest = trace, life, nest
         self.recompute = nest.of(nest.recompute.astype(np.int64), where) > 0
         self.in_module = nest.of(nest.module, where) != NONE
         self.in_node = nest.of(nest.node, where) != NONE
@@ -172,13 +172,17 @@ class _Facts:
         return result
 
     def _saved(self) -> tuple[Mask, Mask]:
-        """Saved by autograd at all; and only ever as a constant without history."""
+        """Saved by autograd at all; and only ever as a constant without history, that something else had made."""
         saves = self.trace["saves"]
         saved = np.zeros(len(self.life.born), dtype=bool)
         with_history = saved.copy()
         known = saves["allocation"] != NONE
         saved[saves["allocation"][known]] = True
-        history = known & ((saves["flags"] & SAVE_GRAD != 0) | (saves["flags"] & SAVE_LEAF == 0))
+        # An operator's own by-product, such as a mask or the places of maxima, has no history and is no constant.
+        unit = self.nest.of(self.nest.unit, span_rows(self.trace, saves["span"]))
+        by_product = known & (unit != NONE)
+        by_product[by_product] = unit[by_product] == self.unit[saves["allocation"][by_product]]
+        history = known & ((saves["flags"] & SAVE_GRAD != 0) | (saves["flags"] & SAVE_LEAF == 0) | by_product)
         with_history[saves["allocation"][history]] = True
         return saved, saved & ~with_history
 

@@ -88,7 +88,7 @@ class Level(IntEnum):
 GRAD_ON = 1
 """Span flag: autograd was recording when the span started."""
 RECOMPUTE = 2
-"""Span flag: a module call that runs again inside backward, for a checkpoint."""
+"""Span flag: a module call, or an operator, that runs again inside backward, for a checkpoint."""
 
 SCHEMA: dict[str, dict[str, str]] = {
     # One row per allocation; its row number is its id. `event` is NONE for memory that was there before the

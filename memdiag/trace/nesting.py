@@ -20,10 +20,11 @@ class Nesting:
         step, phase: the enclosing step and phase.
         module: the innermost module call; ``outer_module``: the outermost one.
         operator: the innermost operator.
-        unit: the outermost operator or autograd node that has no module call in between: what counts as one
-            piece of work when asking whether memory was only its workspace.
+        unit: the outermost operator or autograd node that has no module call in between, nor an operator that runs
+            again for a checkpoint: what counts as one piece of work when asking whether memory was only its
+            workspace.
         node: the outermost autograd node.
-        recompute: whether a module call that recomputes for a checkpoint encloses it.
+        recompute: whether a module call, or an operator, that recomputes for a checkpoint encloses it.
     """
 
     step: Rows
@@ -80,11 +81,12 @@ def nesting(trace: Trace) -> Nesting:
         for column, wanted in ((result.outer_module, Kind.MODULE), (result.node, Kind.NODE)):
             own = rows[(kinds == wanted) & (column[rows] == NONE)]
             column[own] = own
-        result.recompute[rows] |= (kinds == Kind.MODULE) & (spans["flags"][rows] & RECOMPUTE != 0)
+        again = spans["flags"][rows] & RECOMPUTE != 0
+        result.recompute[rows] |= again
         work = np.isin(kinds, (Kind.OPERATOR, Kind.NODE))
         outer_unit = np.full(len(rows), NONE, dtype=np.int64)
         outer_unit[inside] = result.unit[up[inside]]
-        result.unit[rows] = np.where(work, np.where(outer_unit == NONE, rows, outer_unit), NONE)
+        result.unit[rows] = np.where(work, np.where((outer_unit == NONE) | again, rows, outer_unit), NONE)
     return result
 
 
