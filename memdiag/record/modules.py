@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from time import time_ns
 from types import FrameType
@@ -53,7 +53,7 @@ class Modules:
             torch_module.register_module_forward_hook(self._after, always_call=True),
         ]
         # Calling a compiled module warns when there are global hooks. Ours do not fire inside it: no warning is due.
-        self._undo = replaced(torch_module, "_has_any_global_hook", lambda original: lambda: self._any_other_hook())
+        self._undo = replaced(torch_module, "_has_any_global_hook", lambda original: lambda: other_global_hooks())
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -61,9 +61,6 @@ class Modules:
         self._handles = []
         self._undo()
         self.unwind()
-
-    def _any_other_hook(self) -> bool:
-        return any_global_hook({handle.id for handle in self._handles})
 
     @property
     def depth(self) -> int:
@@ -172,11 +169,14 @@ class Modules:
                 f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
-def any_global_hook(but: Set[int] = frozenset()) -> bool:
-    """Whether there are hooks on all modules, leaving out those with these ids."""
-    return any(set(hooks) - but for hooks in (
-        torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
-        torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks))
+def other_global_hooks() -> bool:
+    """Whether there are hooks on all modules besides ours."""
+    return any(
+        not isinstance(getattr(hook, "__self__", None), Modules)
+        for hooks in (
+            torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
+            torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        for hook in hooks.values())
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import handle_torch_function
 
 from memdiag.record.lines import TRAMPOLINE_NAME
-from memdiag.record.modules import any_global_hook
+from memdiag.record.modules import other_global_hooks
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _HANDLE = handle_torch_function.__code__
@@ -68,7 +68,7 @@ def cleaned(trace: TracebackType | None) -> TracebackType | None:
 def _only_ours(entry: TracebackType) -> bool:
     """Whether the module of a ``_call_impl`` frame has no hooks of its own, nor the script global ones."""
     module = entry.tb_frame.f_locals.get("self")
-    return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not any_global_hook()
+    return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not other_global_hooks()
 
 
 def _short_way(entry: TracebackType) -> TracebackType:

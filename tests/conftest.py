@@ -1,0 +1,33 @@
+"""What all tests share: how hypothesis runs, and where the collections lie that are not part of the project."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Examples in the same order on every machine, and no deadline: a slow machine is no failure.
+settings.register_profile("memdiag", deadline=None, derandomize=True)
+settings.load_profile("memdiag")
+
+
+def folder_in(variable: str) -> Path:
+    name = os.environ.get(variable)
+    if not name:
+        pytest.skip(f"{variable} names no folder")
+    folder = Path(name)
+    if not folder.is_dir():  # a wrong path would otherwise skip in silence what was asked for
+        pytest.fail(f"{variable} is {name}, which is no folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cases_folder() -> Path:
+    """The case collection: training scripts with known answers. Tests that use it skip where there is none."""
+    return folder_in("MEMDIAG_CASES")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Measurements of real devices. Tests that use it skip where there are none."""
+    return folder_in("MEMDIAG_DATA")

@@ -1,0 +1,130 @@
+"""Peak and live bytes of a recording against counts made without it.
+
+The peak: a plain profiler's own running total, in a second run. Live bytes at the ends of steps: a dispatch mode
+that holds a weak reference to every storage that an operator returns, in a third.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recording import GPT, Last, Seen, convnet, mlp, record
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS = 4
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "mlp": (mlp, lambda: torch.randn(16, 20)),
+    "convnet": (convnet, lambda: torch.randn(8, 3, 8, 8)),
+    "gpt": (GPT, lambda: torch.randint(50, (3, 12))),
+    "lstm": (Last, lambda: torch.randn(5, 7, 6)),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.001),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=3, history_size=2),
+}
+
+
+def train(model_name: str, optimizer_name: str, at_step_end: Callable[[], None] | None = None) -> None:
+    """A few steps, from nothing, and the same each time."""
+    torch.manual_seed(0)
+    make_model, make_batch = MODELS[model_name]
+    model = make_model()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    if at_step_end is not None:
+        optimizer.register_step_post_hook(lambda *_: at_step_end())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        batch = make_batch()
+        if optimizer_name == "lbfgs":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def peak_of_the_profiler(run: Callable[[], None]) -> int:
+    """The most that the profiler's running total rose above where it began."""
+    gc.collect()
+    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        run()
+    pending = list(profiled.kineto_results.experimental_event_tree())
+    memory = []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.name == "[memory]":
+            memory.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.total_allocated))
+    memory.sort()
+    _, size, total = memory[0]
+    return max(total for _, _, total in memory) - (total - size)
+
+
+class Tracker(TorchDispatchMode):
+    """Live bytes of all storages that operators have returned while it was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        return result
+
+    def live(self) -> int:
+        return sum(size for storage, size in self.storages.values() if storage() is not None)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Callable[[str, str], Seen]:
+    known: dict[tuple[str, str], Seen] = {}
+
+    def get(model: str, optimizer: str) -> Seen:
+        if (model, optimizer) not in known:
+            known[model, optimizer] = record(lambda: train(model, optimizer))
+        return known[model, optimizer]
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [
+    ("mlp", "sgd"), ("mlp", "lbfgs"), ("convnet", "sgd"), ("gpt", "adam"), ("gpt", "lbfgs"), ("lstm", "adam"),
+])
+class TestAgainstIndependentCounts:
+    def test_the_peak_is_that_of_a_plain_profiler(
+        self, model: str, optimizer: str, recorded: Callable[[str, str], Seen]
+    ) -> None:
+        train(model, optimizer)  # whatever is made once in a process is there now
+        assert recorded(model, optimizer).peak == peak_of_the_profiler(lambda: train(model, optimizer))
+
+    def test_live_bytes_at_step_ends_are_those_of_a_dispatch_mode(
+        self, model: str, optimizer: str, recorded: Callable[[str, str], Seen]
+    ) -> None:
+        gc.collect()
+        counted: list[int] = []
+        tracker = Tracker()
+        with tracker:
+            train(model, optimizer, lambda: counted.append(tracker.live()))
+        assert recorded(model, optimizer).steps == STEPS
+        assert recorded(model, optimizer).step_ends == counted
+
+    def test_the_roles_sum_to_the_live_bytes_at_every_event(
+        self, model: str, optimizer: str, recorded: Callable[[str, str], Seen]
+    ) -> None:
+        recorded(model, optimizer).closes()
