@@ -299,8 +299,8 @@ class Consumer:
             for value in event.extra_fields.inputs:
                 self.heap.gradient_arrives(getattr(value, "storage_data_ptr", None))
         children = event.children
-        if code == _ACCUMULATE or name_id == place.node:
-            # A node makes two events, one inside the other.
+        if code == _ACCUMULATE or name_id == place.node or code == _CONTAINER and place.operator != NONE:
+            # A node makes two events, one inside the other; and some of torch's own operators a container.
             todo.extend([(child, place) for child in reversed(children)])
             return
         sequence = event.extra_fields.sequence_number

@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -27,8 +27,7 @@ def plain(hook: Callable[P, R]) -> Callable[P, R]:
     return without_overrides
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):  # hundreds are made in every step: a frozen dataclass takes thrice as long
     """A live object says what a storage is.
 
     Attributes:

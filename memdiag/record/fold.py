@@ -27,6 +27,7 @@ class Fold:
     def __init__(self, rows: Rows, heap: Heap, loop: LoopState, accelerator: bool) -> None:
         self._rows, self._heap, self._loop, self._accelerator = rows, heap, loop, accelerator
         self._peaks: dict[Phase, int] = {}
+        self._found: int | None = None  # live when this phase began, until something happens in it
         self._young: list[tuple[int, Live]] = []  # with their address
         self._step = _StepEvents(loop, heap, 0)
         self._highest: _StepEvents | None = None
@@ -65,6 +66,9 @@ class Fold:
 
     def _memory(self, event: Any, time: int) -> None:
         heap, fields = self._heap, event.extra_fields
+        if self._found is not None:
+            self._touch(self._found)
+            self._found = None
         device = str(fields.device) if self._accelerator else "cpu"
         live = heap.event(fields.ptr, fields.alloc_size, fields.total_allocated, device, time, self._loop.step, None)
         if live is None:
@@ -73,10 +77,9 @@ class Fold:
         if fields.alloc_size > 0:
             if live.id == NONE:
                 self._young.append((fields.ptr, live))
-            self._touch()
+            self._touch(heap.live_bytes())
 
-    def _touch(self) -> None:
-        now = self._heap.live_bytes()
+    def _touch(self, now: int) -> None:
         if now > self._peaks.get(self._loop.phase, -1):
             self._peaks[self._loop.phase] = now
 
@@ -105,7 +108,7 @@ class Fold:
             loop.leave(event, time)
         if loop.phase is not before:
             self._step.phases.append((len(self._step.events), loop.phase))
-            self._touch()
+            self._found = self._heap.live_bytes()
 
     def _step_ends(self, end: Any, time: int) -> None:
         heap, loop = self._heap, self._loop
@@ -126,7 +129,7 @@ class Fold:
                     still_young.append((address, live))
         self._young = still_young
         self._peaks = {}
-        self._touch()
+        self._found = heap.live_bytes()
         self._step = _StepEvents(loop, heap, time)
 
     def to_full(self) -> None:

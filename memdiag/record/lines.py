@@ -51,13 +51,16 @@ class Lines(TorchFunctionMode):
             call[0].__enter__()
 
     def start(self) -> None:
+        self.pause()
         self._recording = True
+
+    def pause(self) -> None:
+        """Marks nothing, but has its place: a later start must not come on top of a mode that the script is inside of,
+        whose exit would take ours off the stack."""
+        self._recording = False
         if not self._installed:
             self._installed = True
             self.on()
-
-    def pause(self) -> None:
-        self._recording = False
 
     def stop(self) -> None:
         self._recording = False
@@ -91,12 +94,14 @@ class Lines(TorchFunctionMode):
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if torch.compiler.is_compiling() or not self._recording or self.quiet or func.__name__ == "__get__":
+        if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         frame = sys._getframe(1)
         if frame.f_code is _HANDLE and frame.f_back is not None and frame.f_back.f_back is not None:
             # A torch function written in Python asked for overrides: the call is one frame further out.
             frame = frame.f_back.f_back
+        if not self._recording or self.quiet or func.__name__ == "__get__":
+            return _called_from(frame)(func, args, kwargs)
         entry = LINE, user_line(frame), torch.is_grad_enabled()
         call = [self._marks.range(entry), entry]
         self._open.append(call)

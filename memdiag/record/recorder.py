@@ -215,6 +215,13 @@ class Recorder:
             return Level.FULL if inside else Level.LIGHT
         return Level.FULL if self._consumer.events_read < self._options.max_events else Level.LIGHT
 
+    def _full_to_come(self) -> bool:
+        """Whether light recording may give way to full again."""
+        if self._options.steps is None:
+            return False  # the budget is spent
+        _, last = self._options.steps
+        return last is None or self._loop.steps.closed < last
+
     def _open(self, level: Level) -> None:
         self._level = level
         self._marks.enabled = True
@@ -223,8 +230,10 @@ class Recorder:
         self._saves.light = not full
         if full:
             self._lines.start()
-        else:
+        elif self._full_to_come():
             self._lines.pause()
+        else:
+            self._lines.stop()  # even paused it costs each torch function some microseconds
         self._stream.open(level)
 
     def _cut(self, reopen: bool, level: Level | None = None) -> None:

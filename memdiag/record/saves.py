@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from time import time_ns
 from typing import Any
@@ -151,13 +152,17 @@ class _Packed:
     is kept and compared here.
     """
 
-    __slots__ = ("history", "owner", "save", "tensor", "users", "version")
+    __slots__ = ("history", "original", "owner", "save", "tensor", "users", "version")
 
     def __init__(self, tensor: torch.Tensor, owner: Saves | None, save: int) -> None:
         node = tensor.grad_fn
         self.tensor: torch.Tensor | None = tensor if node is None else tensor.detach()
         self.version = -1 if torch.is_inference(tensor) else tensor._version
         self.history = None if node is None else (node.name(), tensor.output_nr)
+        # An operator that keeps its own result names itself, whatever is done to the result later; one that keeps an
+        # argument names what made it last.
+        own_result = node is not None and node._sequence_nr() + 1 == _autograd._get_sequence_nr()
+        self.original = None if own_result else weakref.ref(tensor)
         self.owner = owner
         self.save = save
         self.users: tuple[Callable[[Any], torch.Tensor], Any] | None = None  # the script's own unpack, and its packed
@@ -197,6 +202,9 @@ def _watch_register(original: Callable[..., Any]) -> Callable[..., Any]:
 def _changed_in_place(packed: _Packed, tensor: torch.Tensor) -> str:
     """What autograd would have said, in the words of the PyTorch that runs."""
     example, name, shape, kind = _wording()
+    original = None if packed.original is None else packed.original()
+    if original is not None and original.grad_fn is not None:
+        packed.history = original.grad_fn.name(), original.output_nr
     if packed.history is None:
         example = example.replace(f", which is output 0 of {name},", "")
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memdiag.trace.model import NONE, SAVE_GRAD, SAVE_LEAF, Phase, Role, Trace
+from memdiag.trace.model import NONE, SAVE_GRAD, SAVE_LEAF, Kind, Phase, Role, Trace
 from memdiag.trace.nesting import Nesting, nesting, span_rows
 from memdiag.trace.timeline import Lives, event_count, lives, of_device
 
@@ -147,7 +147,7 @@ class _Facts:
 
     def __init__(self, trace: Trace, life: Lives, nest: Nesting, where: Ints) -> None:
         spans = trace["spans"]
-        self.trace, self.life, self.nest = trace, life, nest
+        self.trace, self.life = trace, life
         self.recompute = nest.of(nest.recompute.astype(np.int64), where) > 0
         self.in_module = nest.of(nest.module, where) != NONE
         self.in_node = nest.of(nest.node, where) != NONE
@@ -178,10 +178,12 @@ class _Facts:
         with_history = saved.copy()
         known = saves["allocation"] != NONE
         saved[saves["allocation"][known]] = True
-        # An operator's own by-product, such as a mask or the places of maxima, has no history and is no constant.
-        unit = self.nest.of(self.nest.unit, span_rows(self.trace, saves["span"]))
-        by_product = known & (unit != NONE)
-        by_product[by_product] = unit[by_product] == self.unit[saves["allocation"][by_product]]
+        # What the saver itself made, such as a mask or the places of maxima, has no history and is no constant.
+        spans, saver = self.trace["spans"], span_rows(self.trace, saves["span"])
+        by_product = known & (saver != NONE)
+        by_product[by_product] &= ~np.isin(spans["kind"][saver[by_product]], (Kind.STEP, Kind.PHASE))
+        made, saver = saves["allocation"][by_product], saver[by_product]
+        by_product[by_product] = self.life.born[made] >= spans["start_event"][saver]
         history = known & ((saves["flags"] & SAVE_GRAD != 0) | (saves["flags"] & SAVE_LEAF == 0) | by_product)
         with_history[saves["allocation"][history]] = True
         return saved, saved & ~with_history
