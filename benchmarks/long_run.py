@@ -1,4 +1,4 @@
-"""What recording adds to a long run: memory of the process, size of the run file, time; and what a loader's worker grows.
+"""What recording adds to a long run: memory of the process, size of the run file, time; and to a loader's workers.
 
     python benchmarks/long_run.py [--steps 500 2000 10000] [--small-budget 20000]
 
@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = str(Path(folder, "run.mdiag"))
         for steps in args.steps:
             plain = in_process("loop", steps, 0, "")
-            rows.append([f"{steps:,}", "bare", "", mib(plain["most"]), "", "", "", f"{steps / plain['seconds']:,.0f}", ""])
+            rate = f"{steps / plain['seconds']:,.0f}"
+            rows.append([f"{steps:,}", "bare", "", mib(plain["most"]), "", "", "", rate, ""])
             for label, budget in (("default budget", 0), (f"budget {args.small_budget:,}", args.small_budget)):
                 found = in_process("loop", steps, budget, path)
                 added, size = found["most"] - plain["most"], found["file"]
@@ -164,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{size / found['events'] * 1000 / 1e3:.1f}", f"{steps / found['seconds']:,.0f}",
                     f"{plain['seconds'] / found['seconds']:.2f}",
                 ])
-        head = ["steps", "recording", "events", "most MiB", "added MiB", "file MB", "kB / 1000 events", "steps / s", "of bare"]
+        head = ["steps", "recording", "events", "most MiB", "added MiB", "file MB", "kB / 1000 events", "steps / s",
+                "of bare"]
         print(tabulate(rows, head, disable_numparse=True, colalign=("right", "left", *["right"] * 7)), flush=True)
         workers = []
         for label, where in (("bare", ""), ("recorded", path)):

@@ -230,7 +230,8 @@ def table(measured: dict[str, Measured], targets: dict[str, tuple[float, float |
         rows.append([
             name, f"{statistics.median(found.inside) * 1e3:.2f}", "" if name == "bare" else f"{ratio:.3f}",
             "" if name == "bare" else f"{min(ratios):.2f} to {max(ratios):.2f}",
-            "" if name == "bare" else f"{min(found.inside) / min(first + again):.3f}", f"{reading:.3f}" if reading else "",
+            "" if name == "bare" else f"{min(found.inside) / min(first + again):.3f}",
+            f"{reading:.3f}" if reading else "",
             f"{statistics.median(found.events):,.0f}" if any(found.events) else "",
             f"{', '.join(said)}: {'missed' if missed else 'met'}" if said else "",
         ])
@@ -293,9 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compare(
         f"GPT, {args.layers} layers, width {args.width}, {args.batch} × {args.tokens} tokens",
         GPT(args.layers, args.width, args.heads, args.tokens, args.vocabulary), ids, ids, args, TARGETS)
+    tiny = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     compare(
-        f"perceptron, 32-64-10, batch {args.tiny_batch}", nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)),
-        torch.randn(args.tiny_batch, 32), torch.randint(10, (args.tiny_batch,)), args, {})
+        f"perceptron, 32-64-10, batch {args.tiny_batch}", tiny, torch.randn(args.tiny_batch, 32),
+        torch.randint(10, (args.tiny_batch,)), args, {})
     torch.set_num_threads(threads)
 
 

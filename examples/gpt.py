@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.width % args.heads:
+        parser.error("--width must be a multiple of --heads")
 
     torch.manual_seed(args.seed)
     text = Path(__file__).read_text(encoding="utf-8")

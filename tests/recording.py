@@ -214,7 +214,7 @@ class Seen:
                 if name is None or self.trace.text[spans["name"][r]] == name]
 
     def in_phase(self, event: int) -> str:
-        """The phase around an event: the event just before it, where it stands between two phases, may be in another."""
+        """The phase around an event; "other" where it lies in none."""
         spans = self.trace["spans"]
         around = [r for r in self.spans(Kind.PHASE)
                   if spans["start_event"][r] <= event < spans["end_event"][r]]

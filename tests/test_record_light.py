@@ -11,7 +11,7 @@ from recording import GPT, Seen, convnet, mlp, record
 from torch import nn
 
 from memdiag.record import recorder
-from memdiag.trace import NONE, Kind, Level
+from memdiag.trace import NONE, Kind, Level, Phase
 from memdiag.trace.peak import phase_peaks, worst
 
 
@@ -62,6 +62,15 @@ def peaks(seen: Seen) -> dict[tuple[int, int], int]:
         found.step, found.phase, found.bytes, strict=True) if s != NONE}
 
 
+def merged(found: dict[tuple[int, int], int]) -> dict[tuple[int, str], int]:
+    """Forward and the rest as one: between module calls, light recording does not see what the script does."""
+    result: dict[tuple[int, str], int] = {}
+    for (step, phase), size in found.items():
+        label = "forward or other" if phase in (Phase.FORWARD, Phase.OTHER) else Phase(phase).label
+        result[step, label] = max(result.get((step, label), 0), size)
+    return result
+
+
 def start_of(seen: Seen) -> int:
     return seen.line.start_bytes
 
@@ -71,7 +80,9 @@ def highest(seen: Seen) -> int:
 
 
 class TestLight:
-    @pytest.mark.parametrize("options", [{"max_events": 1}, {"steps": (2, 4)}, {"steps": (None, 1)}, {"steps": (5, None)}])
+    @pytest.mark.parametrize("options", [
+        {"max_events": 1}, {"steps": (2, 4)}, {"steps": (None, 1)}, {"steps": (5, None)},
+    ])
     def test_it_is_as_exact_as_full(
         self, full: tuple[str, Seen], options: dict[str, object]
     ) -> None:
@@ -87,10 +98,7 @@ class TestLight:
         assert light.steps == whole.steps == 7
         assert light.step_ends == whole.step_ends
         assert highest(light) == whole.peak
-        mine, theirs = peaks(light), peaks(whole)
-        # Phases that only free may be told apart or not; where both tell, they agree to the byte.
-        assert {key: mine[key] for key in mine if key in theirs} == {key: theirs[key] for key in mine if key in theirs}
-        assert {key for key in theirs if key[1] in (0, 1, 2, 3)} <= set(mine)
+        assert merged(peaks(light)) == merged(peaks(whole))
         light.closes()
 
     def test_the_highest_steps_events_are_kept_and_their_ledger_closes(self, full: tuple[str, Seen]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from recording import Block, Seen, convnet, mlp, record

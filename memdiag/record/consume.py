@@ -57,6 +57,7 @@ class Consumer:
         self._dtypes: dict[Any, str] = {}
         self._forward: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> operator span, line
         self._unpacked: dict[int, int] = {}
+        self._own_thread = NONE
         self._graph_of_backward = False
         self.events_read = 0
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
@@ -97,19 +98,21 @@ class Consumer:
         heap, loop = self.heap, self.loop
         codes, accelerator = self._codes, self._accelerator
         root = _Place(NONE, NONE, NONE, NONE, NONE)
+        elsewhere = _Place(NONE, NONE, NONE, NONE, NONE)  # for roots of other threads
         shelved: list[tuple[int, int, int]] = []
         closed = False
         mine, others = _by_thread(roots)
+        self._own_thread = mine[0].start_tid if mine else NONE
         # Depth first in the order of time. An entry is an event and its place, or what to do where a span ends.
         todo: list[Any] = [(event, root) for event in mine]
-        while todo:
-            event, place = todo.pop()
+        while todo or others:
+            event, place = todo.pop() if todo else (others.pop(), elsewhere)
             if place is None:
                 event()
                 continue
             if others and others[-1].start_time_ns < event.start_time_ns:
                 todo.append((event, place))
-                event, place = others.pop(), root
+                event, place = others.pop(), elsewhere
             while gone and gone[-1][0] < event.start_time_ns:
                 self._goes(gone.pop())
             self.events_read += 1
@@ -160,7 +163,7 @@ class Consumer:
                     # What follows on this level is not the module's own work until the matching end.
                     shelved.append((place.span, place.operator, place.line))
                     place.span = place.operator = NONE
-                    place.line = self._rows.intern(entry[2])
+                    place.line = elsewhere.line = self._rows.intern(entry[2])
                     if kind == m.BACKWARD_START:
                         self._graph_of_backward = entry[3]
                     loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns)
@@ -171,6 +174,7 @@ class Consumer:
                 else:
                     if shelved:
                         place.span, place.operator, place.line = shelved.pop()
+                    elsewhere.line = NONE
                     loop.leave(heap.next_event, event.start_time_ns)
                 continue
             if code == _OOM:
@@ -218,7 +222,8 @@ class Consumer:
         sequence = fields.sequence_number
         span = self._new_span()
         at_top = place.span == NONE
-        if sequence >= 0:
+        if sequence >= 0 and (event.start_tid == self._own_thread or sequence not in self._forward):
+            # Each thread numbers its own: what CUDA's backward threads recompute must not hide what it stands for.
             self._forward[sequence] = span, place.line
         row = [
             span, self.loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0,
@@ -260,7 +265,8 @@ class Consumer:
         if live is not None and (saved.requires_grad or not saved.leaf):
             live.saved = True
             if saved.leaf and live.step < self.loop.step and not live.claims:
-                self.heap.say(live, Role.PARAMETERS, None, "wants gradients, has no history, and was there a step before")
+                self.heap.say(
+                    live, Role.PARAMETERS, None, "wants gradients, has no history, and was there a step before")
         intern = self._rows.intern
         span = place.operator if place.operator != NONE else place.span
         self._rows["saves"].append((

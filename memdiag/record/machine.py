@@ -34,7 +34,8 @@ def host_rss() -> int:
 def device_stats() -> list[tuple[str, str, int]]:
     """(device, statistic, bytes or count) of every CUDA device in use; nothing is synchronised or reset."""
     cuda: Any = torch.cuda
-    if not cuda.is_available() or not cuda.is_initialized():
+    # Asking whether CUDA is available wakes the driver, and a capture of a graph is no time for questions to it.
+    if not cuda.is_initialized() or cuda.is_current_stream_capturing():
         return []
     found: list[tuple[str, str, int]] = []
     for index in range(torch.cuda.device_count()):
@@ -76,9 +77,14 @@ def about(argv: Sequence[str], script: str | None, start_ns: int) -> dict[str, A
 
 
 def device_names(devices: Sequence[str]) -> dict[str, str]:
-    """What each device is called by its maker."""
-    return {d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.processor() or platform.machine()
-            for d in devices}
+    """What each device is called by its maker, where that is known without waking it."""
+    names: dict[str, str] = {}
+    for device in devices:
+        if device == "cpu":
+            names[device] = platform.processor() or platform.machine()
+        elif device.startswith("cuda") and torch.cuda.is_initialized():  # asking would initialise it
+            names[device] = torch.cuda.get_device_name(device)
+    return names
 
 
 def _number(variable: str) -> int | None:

@@ -364,7 +364,7 @@ class Recorder:
             self._cut(reopen=False)
             self._away_since = self._loop.steps.closed
             # What goes until the stream is back makes no event.
-            inventory.take(lambda _: False, self._note_gone_meanwhile)
+            inventory.take(lambda _: False, self._note_gone_meanwhile, no_events=True)
 
     def _come_back(self) -> None:
         """A step has ended with no other profiler in its way."""
