@@ -48,14 +48,14 @@ def script(tmp_path: Path):
 
 
 def profiled(script: Path, *options: str, limit: int | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "memdiag", "profile", "-q", "--no-report", "-o", "run.mdiag", *options, script.name]
+    command = [sys.executable, "-m", "memdiag", "profile", "-q", "--no-report", "-o", "run.mdiag", *options]
 
     def limited() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.Popen(
-        command, cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
+        [*command, script.name], cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
 
 
 def bare(script: Path) -> subprocess.CompletedProcess[str]:

@@ -55,7 +55,8 @@ def _cuda_blocks() -> list[Item]:
     for segment in cuda.memory_snapshot():
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] == "active_allocated":  # others are free, or wait for a stream: allocated_bytes has neither
+            # Others are free, or wait for a stream: neither is in allocated_bytes.
+            if block["state"] == "active_allocated":
                 blocks.append((address, block["size"], f"cuda:{segment['device']}", False))
             address += block["size"]
     return blocks

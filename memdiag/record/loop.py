@@ -120,7 +120,8 @@ class Loop:
         for reference in self._parameters.values():
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
-                claims.append(claim(parameter.grad, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter"))
+                name = self._name_of(parameter)
+                claims.append(claim(parameter.grad, Role.GRADIENTS, name, "the .grad of a parameter"))
         self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
 
     # --- optimizers ---------------------------------------------------------------------------------------------

@@ -138,5 +138,6 @@ class LoopState:
         if self.level is Level.LIGHT:
             return  # a row per phase and step is all that light recording keeps
         self._rows["spans"].append((
-            span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, NONE, NONE, NONE, NONE, 0, NONE,
+            span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, NONE, NONE, NONE, NONE, 0,
+            NONE,
         ))

@@ -78,12 +78,13 @@ def about(argv: Sequence[str], script: str | None, start_ns: int) -> dict[str, A
 
 def device_names(devices: Sequence[str]) -> dict[str, str]:
     """What each device is called by its maker, where that is known without waking it."""
+    cuda: Any = torch.cuda
     names: dict[str, str] = {}
     for device in devices:
         if device == "cpu":
             names[device] = platform.processor() or platform.machine()
-        elif device.startswith("cuda") and torch.cuda.is_initialized():  # asking would initialise it
-            names[device] = torch.cuda.get_device_name(device)
+        elif device.startswith("cuda") and cuda.is_initialized():  # asking would initialise it
+            names[device] = cuda.get_device_name(device)
     return names
 
 
