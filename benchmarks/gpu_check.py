@@ -10,14 +10,15 @@ count of its own:
 - on the CPU, where the allocator keeps no count, a second run of the same training under `torch.profiler`, whose
   memory events are summed here.
 
-Prints a row for every check: ok, FAILED, or "not run" with the reason. What was not run is no success: read the rows.
-The run files and their reports in JSON go to FOLDER. Exit code 1 where a check failed. Nothing in a recorded part
-synchronises with the device beyond what the training itself does.
+Prints a row for every check: ok, FAILED, "measured" where no value is the right one, or "not run" with the reason.
+What was not run is no success: read the rows. The run files and their reports in JSON go to FOLDER. Exit code 1 where a
+check failed. Nothing in a recorded part synchronises with the device beyond what the training itself does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -42,10 +43,9 @@ from memdiag.record import Options, Recorder
 from memdiag.report import render_text, summarize, to_json
 from memdiag.trace import NONE, Kind, Level, Phase, Role, Trace
 from memdiag.trace.ledger import ledger, roles
-from memdiag.trace.timeline import of_device, timeline
+from memdiag.trace.timeline import timeline
 
 UNKNOWN_AT_MOST = 0.01
-MOST_OVERHEAD = 3.0  # of a small step, where fixed costs show: only a gross fault fails
 
 AtStepEnd = Callable[[], None]
 Training = Callable[[torch.device, AtStepEnd], None]
@@ -55,7 +55,7 @@ Training = Callable[[torch.device, AtStepEnd], None]
 
 
 def watched(optimizer: torch.optim.Optimizer, at_step_end: AtStepEnd) -> torch.optim.Optimizer:
-    """Calls back when the step is over, before anything else happens: a hook that runs after the recorder's own."""
+    """Calls back when the step is over: an optimizer's own hooks run just before the recorder's, which is global."""
     optimizer.register_step_post_hook(lambda *_: at_step_end())
     return optimizer
 
@@ -197,6 +197,10 @@ class Checks:
         self.failed += not true
         self.rows.append([training, what, "ok" if true else "FAILED", said])
 
+    def figure(self, training: str, what: str, said: str) -> None:
+        """Something measured that has no right value."""
+        self.rows.append([training, what, "measured", said])
+
     def not_run(self, training: str, what: str, why: str) -> None:
         self.rows.append([training, what, "not run", why])
 
@@ -248,7 +252,8 @@ def check(checks: Checks, name: str, trace: Trace, count: Count, device: torch.d
     for where in [d for d in count.peak if count.peak[d]]:
         label = f"{name}, {where}" if len(names(device)) > 1 else name
         line = timeline(trace, where)
-        checks.that(label, "peak", line.peak_bytes == count.peak[where], f"{line.peak_bytes:,} of {count.peak[where]:,} B")
+        checks.that(label, "peak", line.peak_bytes == count.peak[where],
+                    f"{line.peak_bytes:,} of {count.peak[where]:,} B")
         ends = live_at_ends(trace, where)
         checks.that(label, "live at step ends", len(ends) > 0 and ends == count.ends[where],
                     f"{ends[-1:]} of {count.ends[where][-1:]} B, {len(ends)} steps")
@@ -336,16 +341,14 @@ def check_overhead(checks: Checks, device: torch.device, path: Path, rounds: int
                 torch.cuda.synchronize(index)
         return perf_counter() - start
 
-    import contextlib
-
     seconds(contextlib.nullcontext())
     ratios = []
     for _ in range(rounds):
         plain = seconds(contextlib.nullcontext())
         ratios.append(seconds(Recorder(path)) / plain)
     ratio = statistics.median(ratios)
-    checks.that("overhead", "whole training, reading and report file included", ratio <= MOST_OVERHEAD * 10,
-                f"{ratio:.2f} of bare, {min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds of 4 small steps")
+    checks.figure("overhead", "a whole training, reading included",
+                  f"{ratio:.2f} of bare, {min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds of 4 small steps")
 
 
 def save_report(trace: Trace, path: Path) -> None:
@@ -392,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = sum(file.stat().st_size for file in folder.glob("*.mdiag"))
     print(tabulate(checks.rows, ["training", "check", "result", "figures"], disable_numparse=True))
     missing = sum(row[2] == "not run" for row in checks.rows)
-    print(f"\n{len(checks.rows) - missing - checks.failed} ok, {checks.failed} failed, {missing} not run; "
+    print(f"\n{sum(row[2] == 'ok' for row in checks.rows)} ok, {checks.failed} failed, {missing} not run; "
           f"run files: {sizes / 1e6:.1f} MB")
     return 1 if checks.failed else 0
 

@@ -55,7 +55,8 @@ def profiled(script: Path, *options: str, limit: int | None = None) -> subproces
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.Popen(
-        [*command, script.name], cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
+        [*command, script.name], cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=limited)
 
 
 def bare(script: Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,79 @@
+"""Each benchmark runs, in a small setting, and prints its table. How long anything takes is no test's business."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from memdiag.trace import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(name: str, *arguments: str) -> str:
+    """A benchmark's output.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def row(output: str, start: str) -> list[str]:
+    return next(line for line in output.splitlines() if line.lstrip().startswith(start)).split()
+
+
+def test_overhead() -> None:
+    # GIVEN a small model / WHEN every variant has its turn
+    output = run("overhead", "--rounds", "1", "--steps", "1", "--layers", "1", "--width", "16", "--heads", "2",
+                 "--batch", "1", "--tokens", "8", "--vocabulary", "20", "--tiny-batch", "2")
+    # THEN each has a row in both tables, and the machine is named
+    for variant in ("memdiag, full", "memdiag, light", "torch.profiler: memory, shapes", "torch.profiler: stacks too",
+                    "MemTracker", "bare, again"):
+        assert sum(line.startswith(variant) for line in output.splitlines()) == 2
+    assert "torch 2." in output.splitlines()[0]
+    assert "processor time" in output
+
+
+def test_long_run() -> None:
+    # GIVEN a few steps / WHEN they are run bare, and recorded with two budgets
+    output = run("long_run", "--steps", "5", "--small-budget", "500", "--batches", "4")
+    # THEN each is a row, and the small budget leaves fewer events, since light recording sees memory alone
+    full = int(row(output, "default budget")[2].replace(",", ""))
+    small = int(row(output, "budget 500")[2].replace(",", ""))
+    assert 500 < small < full
+    assert len(row(output, "recorded")) == 4
+
+
+def test_gpu_check(tmp_path: Path) -> None:
+    # GIVEN no device but the CPU / WHEN the check runs there
+    output = run("gpu_check", "--device", "cpu", "--output", str(tmp_path), "--rounds", "1")
+    # THEN nothing failed, what needs a device says that it was not run
+    assert " 0 failed" in output
+    assert " ".join(row(output, "out of memory")).startswith("out of memory all not run")
+    assert "FAILED" not in output
+    # and the run files and their reports are there, and agree
+    assert sorted(file.stem for file in tmp_path.glob("*.mdiag")) == [
+        "accumulation", "conv-bf16", "conv-scaled", "gpt", "light"]
+    report = json.loads((tmp_path / "gpt.json").read_text(encoding="utf-8"))
+    assert report["peak"]["allocated_bytes"] == sum(report["roles_at_peak"].values())
+    assert len(report["steps"]) == load(tmp_path / "gpt.mdiag").rows("steps") == 4
+
+
+def test_gpu_check_refuses_what_it_cannot_run() -> None:
+    # GIVEN a device that is none / WHEN the check is asked for it
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "abacus"], capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    # THEN one line says so
+    assert done.returncode == 2
+    assert "--device abacus" in done.stderr
+    assert "Traceback" not in done.stderr
