@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import statistics
 import sys
@@ -354,7 +353,7 @@ def check_overhead(checks: Checks, device: torch.device, path: Path, rounds: int
 def save_report(trace: Trace, path: Path) -> None:
     summary = summarize(trace)
     render_text(summary)
-    path.with_suffix(".json").write_text(json.dumps(to_json(summary), indent=1), encoding="utf-8")
+    path.with_suffix(".json").write_text(to_json(summary), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
