@@ -69,10 +69,17 @@ def about(argv: Sequence[str], script: str | None, start_ns: int) -> dict[str, A
         "local_rank": _number("LOCAL_RANK"),
         "world_size": _number("WORLD_SIZE"),
         "allocator_settings": allocator,
+        **settings(),
+        "start_ns": start_ns,
+    }
+
+
+def settings() -> dict[str, Any]:
+    """What the script may set as it runs."""
+    return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "start_ns": start_ns,
     }
 
 

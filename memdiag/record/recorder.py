@@ -26,6 +26,7 @@ from memdiag.record.options import Options
 from memdiag.record.others import OtherProfilers
 from memdiag.record.rows import Rows
 from memdiag.record.saves import Saves
+from memdiag.record.signals import signals_wait
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.record.threads import Threads
 from memdiag.trace import Level, Role, Trace, Writer, load
@@ -178,7 +179,7 @@ class Recorder:
         peak_step = self._consumer.finish(time_ns())
         facts = {
             "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._not_seen(),
-            "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
+            **machine.settings(), "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
 
         def write() -> None:
@@ -239,14 +240,15 @@ class Recorder:
     def _cut(self, reopen: bool, level: Level | None = None) -> None:
         """Ends the chunk, reads and writes it, and goes on at a level, or at the one that is wanted then.
 
-        No garbage is collected in between: the script's would be freed unseen.
+        No garbage is collected in between: the script's would be freed unseen. Signals wait until it is done.
         """
         if self._stream.level is None:
             return
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._read_chunk(reopen, level)
+            with signals_wait():
+                self._read_chunk(reopen, level)
         finally:
             if collecting:
                 gc.enable()
@@ -331,8 +333,10 @@ class Recorder:
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None
         # A step without module calls ends where the next backward begins: inside a torch function, but no operator.
-        free = not self._lines.depth or not inside_torch_call(sys._getframe(1))
-        if end.closes and not self._loop.busy and not self._modules.depth and free:
+        if (
+            end.closes and not self._loop.busy and not self._modules.depth
+            and not inside_torch_call(sys._getframe(1))
+        ):
             if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
                 self._come_back()
             elif (
