@@ -11,6 +11,12 @@ import pytest
 from memdiag.record.signals import signals_wait
 
 
+def work(number: signal.Signals, said: list[str]) -> None:
+    with signals_wait():
+        os.kill(os.getpid(), number)
+        said.append("block done")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_handler_runs_after_the_block(number: signal.Signals) -> None:
     # GIVEN a handler of the script's that raises
@@ -23,9 +29,8 @@ def test_a_handler_runs_after_the_block(number: signal.Signals) -> None:
     before = signal.signal(number, handler)
     try:
         # WHEN the signal comes inside the block
-        with pytest.raises(InterruptedError), signals_wait():
-            os.kill(os.getpid(), number)
-            said.append("block done")
+        with pytest.raises(InterruptedError):
+            work(number, said)
         # THEN the block was done first, and the handler is in place again
         assert said == ["block done", "handled"]
         assert signal.getsignal(number) is handler

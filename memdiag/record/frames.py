@@ -110,9 +110,9 @@ def inside_torch_call(frame: FrameType | None) -> bool:
 
 _HOLDING = tuple(
     part.replace("/", os.sep)
-    for part in ("autograd/function.py", "_ops.py", "_library/", "library.py", "jit/", "_functorch/", "_higher_order_ops/")
+    for part in (
+        "autograd/function.py", "_ops.py", "_library/", "library.py", "jit/", "_functorch/", "_higher_order_ops/")
 )
-
 
 
 def defines(owner: type, line: str) -> bool:

@@ -179,7 +179,8 @@ class Recorder:
         peak_step = self._consumer.finish(time_ns())
         facts = {
             "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._not_seen(),
-            **machine.settings(), "steps": self._loop.steps.closed, "events_read": self._consumer.events_read, "end_ns": time_ns(),
+            **machine.settings(), "steps": self._loop.steps.closed, "events_read": self._consumer.events_read,
+            "end_ns": time_ns(),
         }
 
         def write() -> None:

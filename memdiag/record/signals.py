@@ -32,7 +32,7 @@ def signals_wait() -> Iterator[None]:
     finally:
         for number in held:
             signal.signal(number, before[number])
-        for number, frame in came:
-            handler = before[signal.Signals(number)]
+        for caught, frame in came:
+            handler = before[signal.Signals(caught)]
             if callable(handler):
-                handler(number, frame)
+                handler(caught, frame)
