@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from memdiag.version import __version__
+
 __all__ = ["__version__", "load", "profile"]
 
 if TYPE_CHECKING:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memdiag.version import __version__
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # What of the caching allocator's statistics goes into the trace, at each step's end.
 _STATISTICS = (
@@ -52,8 +54,6 @@ def device_stats() -> list[tuple[str, str, int]]:
 
 def about(argv: Sequence[str], script: str | None, start_ns: int) -> dict[str, Any]:
     """What a report says of the run besides its memory. No environment variables but the allocator's settings."""
-    from memdiag import __version__
-
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return {
         "memdiag": __version__,
