@@ -413,9 +413,9 @@ class TestWords:
         run = TraceBuilder(not_seen=["worker processes"])
         run.mark("unseen", "a free of memory whose allocation was not seen")
         trace = run.build()
-        trace.complete = False
+        trace.cut_short = "the recording process was killed"
         summary = summarize(trace)
         assert summary.not_seen[:2] == ["worker processes", "a free of memory whose allocation was not seen"]
         assert "killed" in summary.not_seen[2]
         assert "not_seen" not in summary.about
-        assert not summary.complete
+        assert summary.cut_short

@@ -118,7 +118,7 @@ def test_a_light_peak_and_a_killed_process() -> None:
     run = training_run(1)
     run.light_step({Phase.FORWARD: 1 << 30}, end_bytes=0)
     trace = run.build()
-    trace.complete = False
+    trace.cut_short = "the recording process was killed"
     text = report_of(trace)
     assert "Peak: 1.00 GiB allocated" in text
     assert [cells(line) for line in section(text, "Peak")[1:]] == [

@@ -60,7 +60,8 @@ def profiled(script: Path, *options: str, limit: int | None = None) -> subproces
 
 
 def bare(script: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, capture_output=True, text=True, timeout=120)
 
 
 def report(run: Path) -> subprocess.CompletedProcess[str]:
@@ -147,6 +148,22 @@ def test_killed_outright(script) -> None:
     assert "killed" in done.stdout
 
 
+def test_a_forked_child_ends_as_it_would(script) -> None:
+    # GIVEN a script whose forked child leaves by the script's own end
+    path = script(
+        "import atexit, os\natexit.register(lambda: print('bye', os.getpid() == parent, flush=True))\n"
+        "parent = os.getpid()\nif os.fork() == 0:\n    sys.exit(3)\n"
+        "print('child', os.waitstatus_to_exitcode(os.wait()[1]), flush=True)")
+    # WHEN it runs alone and recorded
+    alone = bare(path)
+    process = profiled(path)
+    out, err = process.communicate(timeout=120)
+    # THEN parent and child say and return the same, and the child is not in the file
+    assert (process.returncode, out, err) == (alone.returncode, alone.stdout, alone.stderr)
+    assert "child 3" in out
+    assert list(load(path.parent / "run.mdiag")["steps"]["step"]) == [0, 1, 2, 3]
+
+
 def test_a_full_disk_costs_the_recording_alone(script) -> None:
     # GIVEN room for some 8 KB of run file, and a script that makes more
     path = script("for i in range(4, 60):\n    step(i)")
@@ -158,6 +175,7 @@ def test_a_full_disk_costs_the_recording_alone(script) -> None:
     assert out.splitlines() == [f"step {i}" for i in range(60)]
     assert err.count("memdiag") >= 1
     assert "cannot be written" in err
+    assert "could not be written" in report(path.parent / "run.mdiag").stdout
     trace = load(path.parent / "run.mdiag")
     assert not trace.complete
     assert os.path.getsize(path.parent / "run.mdiag") <= 8192

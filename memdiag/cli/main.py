@@ -65,8 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.format_message().rstrip('.')}; see `{command} --help`", 2)
     except BrokenPipeError:
         # Whoever reads has seen enough. What is still buffered must not fail again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_stdout_go()
         return 0
+    except OSError as error:
+        _let_stdout_go()
+        return _refuse(f"the output cannot be written ({error.strerror})", 1)
+
+
+def _let_stdout_go() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(message: str, status: int) -> int:

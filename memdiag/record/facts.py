@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memdiag.trace import Role
 
@@ -59,6 +60,10 @@ def claim(tensor: torch.Tensor, role: Role, name: str | None, proof: str, from_b
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     """Address, bytes and whether it is foreign; None for tensors without a storage (meta, sparse, wrappers)."""
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        # A wrapper's memory is that of what it wraps, such as a sharded tensor's own part.
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return storage_of(inner[0]) if inner else None
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     try:

@@ -137,10 +137,11 @@ def _holder(found: tuple[torch.Tensor, int], root: tuple[str, str | None], top: 
     tensor, address = found
     text = "" if isinstance(top, dict) and root[0].startswith("a global") else root[0].split(" in ")[0]
     owners: list[type] = []
-    thing = top
+    thing, above = top, None
     while id(thing) in below and thing is not tensor:
         child = below[id(thing)]
-        text += _step(thing, child, first=not text)
+        text += _step(thing, child, not text, isinstance(thing, dict) and getattr(above, "__dict__", None) is thing)
+        above = thing
         if not isinstance(thing, (dict, list, tuple, set)):
             owners.append(type(thing))
         thing = child
@@ -148,11 +149,11 @@ def _holder(found: tuple[torch.Tensor, int], root: tuple[str, str | None], top: 
     return Holder(address, root[0], text, root[1], tuple(owners), parameter, tuple(tensor.shape))
 
 
-def _step(parent: Any, child: Any, first: bool) -> str:
-    """How the script would get from a parent to its child."""
+def _step(parent: Any, child: Any, first: bool, attributes_of_one: bool) -> str:
+    """How the script would get from a parent, which may be the attributes of something, to its child."""
     if isinstance(parent, dict):
         key = next((k for k, v in parent.items() if v is child), "?")
-        return str(key) if first else f".{key}" if _is_attributes(parent) else f"[{key!r}]" if isinstance(
+        return str(key) if first else f".{key}" if attributes_of_one else f"[{key!r}]" if isinstance(
             key, (str, int)) else "[*]"
     if isinstance(parent, (list, tuple, set)):
         return "[*]"
@@ -170,8 +171,3 @@ def _step(parent: Any, child: Any, first: bool) -> str:
             if value is child:
                 return f".{key}"
     return f" → {type(child).__name__}"
-
-
-def _is_attributes(candidate: dict[Any, Any]) -> bool:
-    return any(getattr(owner, "__dict__", None) is candidate for owner in gc.get_referrers(candidate)
-               if not isinstance(owner, (dict, list, tuple, FrameType)))

@@ -7,6 +7,7 @@ of the launcher below it.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import importlib.machinery
@@ -109,7 +110,7 @@ def run(target: Target, watch: AbstractContextManager[Any]) -> int:
         error = None  # what its frames hold goes now, before threads are waited for
     _join_threads()
     if os.getpid() != pid:
-        leave(status)
+        _leave_child(status)
     try:
         watch.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
     except (Exception, KeyboardInterrupt):
@@ -132,6 +133,23 @@ def leave(status: int) -> NoReturn:
 
     sys.excepthook = once
     raise KeyboardInterrupt
+
+
+def _leave_child(status: int) -> NoReturn:
+    """Ends a child that the script forked.
+
+    Where the profiler runs in the parent, the C library's exit handlers of a child wait for a thread that only the
+    parent has. So Python's own are run, and the process is left without those.
+    """
+    if "memdiag.record.recorder" not in sys.modules:
+        leave(status)
+    private: Any = atexit
+    private._run_exitfuncs()
+    _flush()
+    if status == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
 
 
 def _check_path(path: str) -> None:
@@ -360,7 +378,7 @@ _OURS = {__name__, "runpy", "zipimport"} | {"importlib.util", "importlib._bootst
 
 def _clean(error: BaseException) -> None:
     """Leaves what python would show of an exception that ended the script."""
-    if "torch" in sys.modules:  # else nothing was recorded
+    if "memdiag.record.recorder" in sys.modules:  # else nothing was recorded
         from memdiag.record.tracebacks import clean
 
         clean(error)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from memdiag import policy
+from memdiag.errors import MemdiagError
 from memdiag.record import inventory, machine
 from memdiag.record.consume import Consumer
 from memdiag.record.facts import StepEnd
@@ -55,6 +56,7 @@ class Recorder:
 
     Raises:
         OSError: the run file cannot be created.
+        MemdiagError: a recording is going on in this process.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Recorder:
     # --- beginning and end --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
+        if _current is not None:
+            raise MemdiagError(f"this process is being recorded already, into {_current.path}; end that first")
         now = time_ns()
         self._writer = Writer(self.path, machine.about(self._argv, self._script, now))
         self._threads = Threads(self._nothing_is_open, self._begin_here, self._end_here)
@@ -146,6 +150,7 @@ class Recorder:
             return  # a forked child, or ended already
         self._left = True
         if self._active():
+            self._loop.steps.settle()
             if self._loop.steps.forward_begins():
                 self._loop.mark_step_end(StepEnd())  # a backward with no optimizer: nothing else will close its step
             self._end_here()
@@ -196,6 +201,9 @@ class Recorder:
         said = list(self._said)
         if self._away_since is not None:
             said.append(f"everything from step {self._away_since} on: the script's own profiler ran")
+        if self._threads.missed:
+            said.append(
+                f"{self._threads.missed} module calls with gradients on other threads, while this one was recorded")
         if self._threads.moved:
             said.append("what other threads did before the one that trains was recorded, and after it ended")
         if self._saves.suspended:
@@ -264,7 +272,8 @@ class Recorder:
         gone, self._gone = self._gone, []
         closed = self._consumer.chunk(level, roots, entries, saves, gone)
         del roots
-        self._explain()
+        if next_level is None:  # not in the midst of a forward: it takes a while
+            self._explain()
         self._write(self._flush)
         self._open_on = None if closed else threading.get_ident()
         if not closed and reopen:
@@ -313,7 +322,7 @@ class Recorder:
                 f"{self.path}: cannot be written any more ({error.strerror}); the run went on unrecorded after step "
                 f"{self._loop.steps.closed}, and what was written before can be read")
             self._on = False
-            self._writer.abandon()
+            self._writer.abandon(full=True)
 
     # --- what the hooks report ----------------------------------------------------------------------------------
 

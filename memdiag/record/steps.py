@@ -65,6 +65,11 @@ class Steps:
                 known.discard(other)
             self._restart(self._undecided if len(stepped) == 1 else [])
 
+    def settle(self) -> None:
+        """The run ends before a cycle was seen twice: each optimizer's step was a training step, as far as is known."""
+        if not self._cycle:
+            self._restart(self._undecided)
+
     def _restart(self, closing: list[StepEnd]) -> None:
         self._order, self._undecided = [], []
         for end in closing:

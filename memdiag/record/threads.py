@@ -24,6 +24,7 @@ class Threads:
     Attributes:
         recorded: the recorded thread's identifier; None while nobody has the stream.
         moved: the stream went to another thread.
+        missed: module calls with gradients on threads that were not recorded.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Threads:
         self._first = self.recorded
         self._trained = False
         self.moved = False
+        self.missed = 0
         self._lock = threading.Lock()
         self._farewell = threading.local()
         self._undo: list[Callable[[], None]] = []
@@ -57,7 +59,10 @@ class Threads:
 
     def elsewhere(self, grad: bool) -> None:
         """A thread that is not recorded calls a module."""
-        if not grad or self.recorded is not None:
+        if not grad:
+            return
+        if self.recorded is not None:
+            self.missed += 1
             return
         with self._lock:
             if self.recorded is not None:

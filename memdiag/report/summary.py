@@ -122,7 +122,7 @@ class Summary:
 
     Attributes:
         about: facts of the run as the trace has them.
-        complete: False where the recording process was killed.
+        cut_short: why the file holds only a part of the run; None where it holds all.
         device: the one the figures are about; ``other_devices`` maps the others to their peaks.
         roles_at_peak: one for each role, in the order of roles; their bytes sum to the peak's.
         phases, steps: in the order of the run.
@@ -131,7 +131,7 @@ class Summary:
     """
 
     about: dict[str, Any]
-    complete: bool
+    cut_short: str | None
     device: str
     other_devices: dict[str, int]
     peak: Peak
@@ -157,7 +157,7 @@ def summarize(trace: Trace) -> Summary:
     saved_step, saved = _saved(trace, nest, assigned, peak.step)
     return Summary(
         about={name: value for name, value in trace.about.items() if name != "not_seen"},
-        complete=trace.complete,
+        cut_short=trace.cut_short,
         device=device,
         other_devices={other: timeline(trace, other).peak_bytes for other in others},
         peak=peak,

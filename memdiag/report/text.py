@@ -46,7 +46,7 @@ def _header(summary: Summary) -> list[str]:
         "settings": about.get("allocator_settings"),
         "steps": steps,
         "figures": "measured, from every allocation and free that PyTorch reported",
-        "ended": None if summary.complete else "the recording process was killed; this is what it had written",
+        "ended": None if summary.cut_short is None else f"{summary.cut_short}; this is what was there",
     }
     return [shorten(f"Memory of {command}", WIDTH), *_facts(facts)]
 

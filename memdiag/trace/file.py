@@ -1,7 +1,8 @@
 """The run file: one container, appended to while the run goes on, readable at any moment.
 
 Layout (little endian): 8 bytes of magic, 2 of major and 2 of minor version, 4 of padding, then 8 bytes that say
-how much of the file is *committed* and 8 of state (0 while recording, 1 when closed), then blocks. A block is a
+how much of the file is *committed* and 8 of state (0 while recording, 1 when closed, 2 when it could not be written
+any more), then blocks. A block is a
 length-prefixed JSON header and the zlib-compressed columns that it names. A block is written first and committed
 after, so a process killed at any moment leaves a file that reads back to the last committed block; a file that is
 shorter than it says was cut.
@@ -9,6 +10,7 @@ shorter than it says was cut.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -31,6 +33,7 @@ _LENGTHS = struct.Struct("<IQI")  # header bytes, payload bytes, crc32 of both
 _BODY = _START.size + _COMMIT.size
 # Level 1 is within a few per cent of level 6 on these columns and about four times as fast.
 _ZLIB_LEVEL = 1
+_RECORDING, _CLOSED, _UNWRITABLE = 0, 1, 2
 
 
 class Writer:
@@ -44,7 +47,7 @@ class Writer:
         self.path = Path(path)
         self._file: BinaryIO | None = open(self.path, "wb", buffering=0)  # noqa: SIM115
         self._file.write(_START.pack(MAGIC, MAJOR, MINOR, 0) + _COMMIT.pack(_BODY, 0))
-        self._end = _BODY
+        self._end = self._committed = _BODY
         self.about(about)
 
     def about(self, about: Mapping[str, Any]) -> None:
@@ -68,12 +71,19 @@ class Writer:
     def close(self) -> None:
         """Marks the file as complete. A second call does nothing."""
         if self._file is not None:
-            self._commit(closed=True)
+            self._commit(_CLOSED)
             self.abandon()
 
-    def abandon(self) -> None:
-        """Closes the file as it is: what is committed stays, and reads as cut off by its writer."""
+    def abandon(self, full: bool = False) -> None:
+        """Closes the file as it is: what is committed stays, and reads as cut off.
+
+        Args:
+            full: it could not be written any more, and says so to whoever reads it.
+        """
         if self._file is not None:
+            if full:
+                with contextlib.suppress(OSError):  # the place is there already, so a full disk allows it
+                    self._commit(_UNWRITABLE)
             self._file.close()
             self._file = None
 
@@ -88,12 +98,13 @@ class Writer:
         while view:  # an unbuffered write may take only part of it
             view = view[self._file.write(view) :]
         self._end += len(block)
-        self._commit(closed=False)
+        self._committed = self._end
+        self._commit(_RECORDING)
 
-    def _commit(self, closed: bool) -> None:
+    def _commit(self, state: int) -> None:
         assert self._file is not None
         self._file.seek(_START.size)
-        self._file.write(_COMMIT.pack(self._end, int(closed)))
+        self._file.write(_COMMIT.pack(self._committed, state))
 
 
 def _packed(values: np.ndarray[Any, Any]) -> bytes:
@@ -143,15 +154,15 @@ def load(path: str | os.PathLike[str]) -> Trace:
         raise MemdiagError(
             f"{path}: written by a newer memdiag (format {major}.{minor}, this one reads {MAJOR}.x); upgrade memdiag"
         )
-    committed, closed = _COMMIT.unpack_from(data, _START.size)
+    committed, state = _COMMIT.unpack_from(data, _START.size)
     if len(data) < committed:
         raise MemdiagError(
             f"{path}: this run file is truncated: {len(data):,} of {committed:,} bytes are there; copy it again"
         )
-    return _assemble(path, data, committed, bool(closed))
+    return _assemble(path, data, committed, state)
 
 
-def _assemble(path: str | os.PathLike[str], data: bytes, committed: int, closed: bool) -> Trace:
+def _assemble(path: str | os.PathLike[str], data: bytes, committed: int, state: int) -> Trace:
     about: dict[str, Any] = {}
     text: list[str] = []
     parts: dict[tuple[str | None, str], list[Table]] = {}
@@ -184,8 +195,10 @@ def _assemble(path: str | os.PathLike[str], data: bytes, committed: int, closed:
     for (of, name), chunks in parts.items():
         traces.setdefault(of, {})[name] = {
             column: np.concatenate([chunk[column] for chunk in chunks]) for column in SCHEMA[name]}
-    peak_step = Trace(about, text, traces[PEAK_STEP], complete=closed) if PEAK_STEP in traces else None
-    return Trace(about, text, traces[None], complete=closed, peak_step=peak_step)
+    ended = {_CLOSED: None, _UNWRITABLE: "the run file could not be written any more"}.get(
+        state, "the recording process was killed, or left by os._exit")
+    peak_step = Trace(about, text, traces[PEAK_STEP], cut_short=ended) if PEAK_STEP in traces else None
+    return Trace(about, text, traces[None], cut_short=ended, peak_step=peak_step)
 
 
 def _table(header: dict[str, Any], payload: list[bytes]) -> Table:

@@ -155,13 +155,13 @@ class Trace:
         tables: one dictionary of equally long NumPy columns per name in :data:`SCHEMA`.
         peak_step: the events of the highest step, where that step was folded in this trace; memory from before the
             step has no event there.
-        complete: False when the recording process was killed and the file holds what it had written.
+        cut_short: why the file holds only a part of the run; None where it holds all.
     """
 
     about: dict[str, Any]
     text: list[str]
     tables: dict[str, Table] = field(default_factory=dict)
-    complete: bool = True
+    cut_short: str | None = None
     peak_step: Trace | None = None
 
     def __post_init__(self) -> None:
@@ -205,8 +205,13 @@ class Trace:
             self.text[text] for kind, text in zip(marks["kind"], marks["text"], strict=True)
             if self.string(kind) == UNSEEN and text >= 0
         ]
-        killed = [] if self.complete else ["the end of the run: the recording process was killed"]
-        return list(dict.fromkeys([*said, *unseen, *killed]))
+        end = [] if self.cut_short is None else [f"the end of the run: {self.cut_short}"]
+        return list(dict.fromkeys([*said, *unseen, *end]))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file holds the whole run."""
+        return self.cut_short is None
 
 
 def as_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
