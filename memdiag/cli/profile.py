@@ -86,7 +86,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @click.option("--json", "json_file", metavar="FILE", help="Also write the report as JSON; - is standard output.")
 @click.option("--steps", metavar="A:B", callback=_steps, help="Full detail only for steps A to B-1, counted from 0.")
-@click.option("--stop-after", metavar="N", type=click.IntRange(min=1), help="End the script at the end of step N.")
+@click.option("--stop-after", metavar="N", type=click.IntRange(min=1), help="End the script when N steps have ended.")
 @click.option(
     "--max-events", metavar="N", type=click.IntRange(min=0),
     help="Record in full until N events (about two million), and only peaks and growth after that.",

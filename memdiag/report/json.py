@@ -24,6 +24,7 @@ def as_dict(summary: Summary) -> dict[str, Any]:
         "phases": [vars(row) for row in summary.phases],
         "steps": [vars(row) for row in summary.steps],
         "saved": [vars(row) for row in summary.saved],
+        "saved_earlier_bytes": summary.saved_earlier_bytes,
         "growth": None,
         "scaling": None,
         "reachable_by_checkpointing_bytes": None,

@@ -127,6 +127,8 @@ class Summary:
         roles_at_peak: one for each role, in the order of roles; their bytes sum to the peak's.
         phases, steps: in the order of the run.
         saved: largest first; ``saved_step`` is the step they are from, None where the script has no steps.
+        saved_earlier_bytes: at the peak, saved activations born before the peak's step: graphs that something keeps.
+            None where the peak's events were folded.
         not_seen: what the recording could not see, in its own words.
     """
 
@@ -141,6 +143,7 @@ class Summary:
     steps: list[Step]
     saved: list[Saved]
     saved_step: int | None
+    saved_earlier_bytes: int | None
     not_seen: list[str]
 
 
@@ -155,6 +158,7 @@ def summarize(trace: Trace) -> Summary:
     seen_nest, seen_roles = (nest, assigned) if seen is trace else (nesting(seen), roles(seen))
     peak = _peak(trace, moment, seen_nest, device)
     saved_step, saved = _saved(trace, nest, assigned, peak.step)
+    peak_event = moment.event
     return Summary(
         about={name: value for name, value in trace.about.items() if name != "not_seen"},
         cut_short=trace.cut_short,
@@ -167,6 +171,7 @@ def summarize(trace: Trace) -> Summary:
         steps=_steps(trace),
         saved=saved,
         saved_step=saved_step,
+        saved_earlier_bytes=_saved_earlier(trace, assigned, peak_event) if seen is trace else None,
         not_seen=trace.not_seen,
     )
 
@@ -350,6 +355,16 @@ def _saved(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) 
     for kind, members in alike.items():
         result += _folded(trace, kind, members, groups[:, 0].tolist(), count, total, savers)
     return _known(step), sorted(result, key=lambda row: (-row.bytes, row.module or "", row.operator or ""))
+
+
+def _saved_earlier(trace: Trace, assigned: Roles, event: int) -> int:
+    spans, allocations = trace["spans"], trace["allocations"]
+    around = (spans["kind"] == Kind.STEP) & (spans["start_event"] <= event) & (spans["end_event"] > event)
+    if not np.any(around):
+        return 0
+    kept = assigned.at(event) & np.isin(assigned.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
+    kept &= allocations["event"][assigned.allocation] < int(spans["start_event"][around].max())
+    return int(allocations["bytes"][assigned.allocation[kept]].sum())
 
 
 def _folded(trace: Trace, alike: _Alike, members: list[int], modules: list[int], count: Ints, total: Ints,

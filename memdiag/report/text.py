@@ -142,6 +142,10 @@ def _saved(summary: Summary) -> list[str]:
         rows.append([format_bytes(sum(row.bytes for row in own)), str(sum(row.count for row in own)),
                      "in all, each storage once"])
         lines += _table(["bytes", "count", "saved by"], rows, "rrl")
+    if summary.saved_earlier_bytes:
+        lines += _paragraph(
+            f"Saved in earlier steps and still alive at the peak: {format_bytes(summary.saved_earlier_bytes)}: "
+            "something keeps their graphs.")
     if shared:
         sizes = ", ".join(f"{_words(role)} {format_bytes(size)}" for role, size in shared.items())
         lines += _paragraph(f"Saved too, but alive anyway: {sizes}.")
