@@ -32,7 +32,8 @@ ROLES = {role.label: NUMBER for role in Role}
 FIELDS = {
     "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": NOTHING, "roles_at_peak": (dict,),
     "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
-    "saved_earlier_bytes": MAYBE_NUMBER, "growth": NOTHING, "scaling": NOTHING, "reachable_by_checkpointing_bytes": NOTHING, "verdict": NOTHING, "findings": NOTHING,
+    "saved_earlier_bytes": MAYBE_NUMBER, "growth": NOTHING, "scaling": NOTHING,
+    "reachable_by_checkpointing_bytes": NOTHING, "verdict": NOTHING, "findings": NOTHING,
     "oom": NOTHING, "not_seen": (list,),
 }
 
