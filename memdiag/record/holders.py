@@ -54,41 +54,43 @@ def walk(addresses: set[int]) -> list[Holder]:
         return []
     variables = _Variables()
     holders: list[Holder] = []
-    # Breadth first, all tensors at once: `below` leads from an object one step down towards its tensor.
+    # Breadth first, all tensors at once. An object is looked at again when it turns out to lead to further ones: what
+    # many share, such as a module's variables, is first met on the shortest way to one of them.
     frontier: dict[int, Any] = {id(tensor): tensor for tensor, _ in found}
-    origin: dict[int, list[int]] = {id(tensor): [i] for i, (tensor, _) in enumerate(found)}
-    below: dict[int, Any] = {}
+    reaching: dict[int, set[int]] = {id(tensor): {i} for i, (tensor, _) in enumerate(found)}
+    reached: dict[int, set[int]] = {key: set(indices) for key, indices in reaching.items()}
+    below: dict[tuple[int, int], Any] = {}  # one step down from an object towards a tensor
     done: set[int] = set()
-    seen = set(frontier)
     ignored = {id(found), id(frontier), id(below), id(variables.local), id(variables.shared), id(variables)}
     ignored.update(id(pair) for pair in found)
     for _ in range(_MOST_LEVELS):
         for key, thing in frontier.items():
             root = variables.of(thing)
             if root is not None:
-                for index in origin[key]:
-                    if index not in done:
-                        done.add(index)
-                        holders.append(_holder(found[index], root, thing, below))
-        frontier = {key: thing for key, thing in frontier.items() if any(i not in done for i in origin[key])}
+                for index in reaching[key] - done:
+                    holders.append(_holder(index, found[index], root, thing, below))
+                done |= reaching[key]
+        frontier = {key: thing for key, thing in frontier.items() if reaching[key] - done}
         if not frontier or len(frontier) > _MOST_WIDTH:
             break
         parents = gc.get_referrers(*frontier.values())
         ignored.update((id(parents), id(frontier)))
         above: dict[int, Any] = {}
+        fresh: dict[int, set[int]] = {}
         for parent in parents:
             key = id(parent)
             if key in ignored or isinstance(parent, FrameType) and parent.f_code.co_filename == __file__:
                 continue
-            reached = [id(child) for child in gc.get_referents(parent) if id(child) in frontier]
-            if not reached or key in seen:
-                continue
-            seen.add(key)
-            above[key] = parent
-            below[key] = frontier[reached[0]]
-            origin[key] = sorted({i for child in reached for i in origin[child]})
+            for child in gc.get_referents(parent):
+                if id(child) not in frontier:
+                    continue
+                for index in reaching[id(child)] - done - reached.get(key, set()):
+                    reached.setdefault(key, set()).add(index)
+                    fresh.setdefault(key, set()).add(index)
+                    below[key, index] = child
+                    above[key] = parent
         ignored.add(id(above))
-        frontier = above
+        frontier, reaching = above, fresh
     return holders
 
 
@@ -107,8 +109,10 @@ class _Variables:
 
     def __init__(self) -> None:
         self.local: dict[int, tuple[str, str, str | None]] = {}
-        self.shared: dict[int, str] = {
-            id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
+        self.shared: dict[int, str] = {}
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType):
+                self.shared.setdefault(id(vars(module)), name)  # the script's own is there under two names
         for frame in sys._current_frames().values():
             running: FrameType | None = frame
             while running is not None:
@@ -133,13 +137,16 @@ class _Variables:
         return None
 
 
-def _holder(found: tuple[torch.Tensor, int], root: tuple[str, str | None], top: Any, below: dict[int, Any]) -> Holder:
+def _holder(
+    index: int, found: tuple[torch.Tensor, int], root: tuple[str, str | None], top: Any,
+    below: dict[tuple[int, int], Any],
+) -> Holder:
     tensor, address = found
     text = "" if isinstance(top, dict) and root[0].startswith("a global") else root[0].split(" in ")[0]
     owners: list[type] = []
     thing, above = top, None
-    while id(thing) in below and thing is not tensor:
-        child = below[id(thing)]
+    while thing is not tensor:
+        child = below[id(thing), index]
         text += _step(thing, child, not text, isinstance(thing, dict) and getattr(above, "__dict__", None) is thing)
         above = thing
         if not isinstance(thing, (dict, list, tuple, set)):
@@ -163,9 +170,9 @@ def _step(parent: Any, child: Any, first: bool, attributes_of_one: bool) -> str:
         return f"{'' if first else ' → '}{parent.__qualname__}()"
     if isinstance(parent, CellType):
         return " closure"
-    if isinstance(child, dict):
-        return ""  # its attributes: the next step names one
     attributes = getattr(parent, "__dict__", None)
+    if attributes is child:
+        return ""  # the next step names one of them
     if isinstance(attributes, dict):
         for key, value in attributes.items():
             if value is child:
