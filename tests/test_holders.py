@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from memdiag.record.holders import Holder, walk
+
+
+@pytest.fixture(autouse=True)
+def seen_by_the_collector() -> Iterator[None]:
+    """Other tests put all that there is out of the collector's sight; this module's variables must be in it."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Bank:

@@ -58,12 +58,19 @@ def claim(tensor: torch.Tensor, role: Role, name: str | None, proof: str, from_b
     return Claim(role, address, size, str(tensor.device), name, proof, foreign, from_birth)
 
 
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory it is: for a wrapper what it wraps, such as a sharded tensor's own part; else itself."""
+    while type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        if not names:
+            break
+        tensor = getattr(tensor, names[0])
+    return tensor
+
+
 def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     """Address, bytes and whether it is foreign; None for tensors without a storage (meta, sparse, wrappers)."""
-    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-        # A wrapper's memory is that of what it wraps, such as a sharded tensor's own part.
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return storage_of(inner[0]) if inner else None
+    tensor = innermost(tensor)
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     try:

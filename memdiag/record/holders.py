@@ -30,7 +30,6 @@ class Holder:
         line: of the running function that has the variable, where it is a local one.
         owners: types of the objects that the chain passes through.
         parameter: the tensor is an ``nn.Parameter``, or has no history and wants gradients.
-        shape: of the tensor.
     """
 
     address: int
@@ -39,7 +38,6 @@ class Holder:
     line: str | None
     owners: tuple[type, ...]
     parameter: bool
-    shape: tuple[int, ...]
 
 
 @plain
@@ -61,7 +59,8 @@ def walk(addresses: set[int]) -> list[Holder]:
     reached: dict[int, set[int]] = {key: set(indices) for key, indices in reaching.items()}
     below: dict[tuple[int, int], Any] = {}  # one step down from an object towards a tensor
     done: set[int] = set()
-    ignored = {id(found), id(frontier), id(below), id(variables.local), id(variables.shared), id(variables)}
+    kept: list[Any] = [frontier]  # all that is known by its id: what goes leaves its id to something else
+    ignored = {id(kept), id(found), id(frontier), id(below), id(variables.local), id(variables.shared), id(variables)}
     ignored.update(id(pair) for pair in found)
     for _ in range(_MOST_LEVELS):
         for key, thing in frontier.items():
@@ -74,6 +73,7 @@ def walk(addresses: set[int]) -> list[Holder]:
         if not frontier or len(frontier) > _MOST_WIDTH:
             break
         parents = gc.get_referrers(*frontier.values())
+        kept += [parents, frontier]
         ignored.update((id(parents), id(frontier)))
         above: dict[int, Any] = {}
         fresh: dict[int, set[int]] = {}
@@ -89,6 +89,7 @@ def walk(addresses: set[int]) -> list[Holder]:
                     fresh.setdefault(key, set()).add(index)
                     below[key, index] = child
                     above[key] = parent
+        kept.append(above)
         ignored.add(id(above))
         frontier, reaching = above, fresh
     return holders
@@ -153,7 +154,7 @@ def _holder(
             owners.append(type(thing))
         thing = child
     parameter = isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
-    return Holder(address, root[0], text, root[1], tuple(owners), parameter, tuple(tensor.shape))
+    return Holder(address, root[0], text, root[1], tuple(owners), parameter)
 
 
 def _step(parent: Any, child: Any, first: bool, attributes_of_one: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memdiag.record.facts import all_tensors, plain, storage_of
+from memdiag.record.facts import all_tensors, innermost, plain, storage_of
 
 Item = tuple[int, int, str, bool]
 
@@ -42,7 +42,7 @@ def take(known: Callable[[int], bool], gone: Callable[[int, int, int], None], no
             found[address] = address, size, str(device), foreign
         if not (no_events or foreign or device.type == "cpu"):
             continue
-        weakref.finalize(thing.untyped_storage(), _note, gone, address, size).atexit = False
+        weakref.finalize(innermost(thing).untyped_storage(), _note, gone, address, size).atexit = False
     return [*found.values(), *(block for block in blocks if not known(block[0]))]
 
 

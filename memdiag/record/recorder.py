@@ -85,7 +85,7 @@ class Recorder:
             raise MemdiagError(f"this process is being recorded already, into {_current.path}; end that first")
         now = time_ns()
         self._writer = Writer(self.path, machine.about(self._argv, self._script, now))
-        self._threads = Threads(self._nothing_is_open, self._begin_here, self._end_here)
+        self._threads = Threads(self._may_cut, self._begin_here, self._end_here)
         self._rows = Rows()
         self._marks = Marks()
         self._stream = Stream(self._marks)
@@ -121,10 +121,16 @@ class Recorder:
         self._saves.start()
         self._open(self._wanted_level())
 
-    def _nothing_is_open(self) -> bool:
-        """Whether the stream may be cut here: no backward, optimizer, module or torch function is running."""
+    def _may_cut(self, in_module: bool = False, in_function: bool = False) -> bool:
+        """Whether the stream may be cut here: no backward, optimizer, module or torch function is running.
+
+        Args:
+            in_module, in_function: module calls, torch functions may be running, since their marks are suspended.
+        """
         return (
-            not self._loop.busy and not self._modules.depth and not self._lines.depth
+            not self._loop.busy
+            and (in_module or not self._modules.depth)
+            and (in_function or not self._lines.depth)
             and not inside_torch_call(sys._getframe(1))
         )
 
@@ -330,10 +336,7 @@ class Recorder:
         if grad:
             self._threads.trains()
         self._loop.forward_begins(grad)
-        if (
-            len(self._marks.entries) > _CUT_ANYWHERE and not self._loop.busy and not self._lines.depth
-            and not inside_torch_call(sys._getframe(1))
-        ):
+        if len(self._marks.entries) > _CUT_ANYWHERE and self._may_cut(in_module=True):
             self._modules.suspend()
             self._cut(reopen=True, level=self._level)  # levels change where steps end
             self._modules.resume()
@@ -343,10 +346,7 @@ class Recorder:
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None
         # A step without module calls ends where the next backward begins: inside a torch function, but no operator.
-        if (
-            end.closes and not self._loop.busy and not self._modules.depth
-            and not inside_torch_call(sys._getframe(1))
-        ):
+        if end.closes and self._may_cut(in_function=True):
             if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
                 self._come_back()
             elif (

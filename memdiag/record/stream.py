@@ -23,14 +23,6 @@ _SCOPES = {
 }
 
 
-class StillOpen(Exception):
-    """An operator was still running where the stream was cut.
-
-    It would write its end into memory that the profiler has given back, so the stream must not be opened again
-    while it may run.
-    """
-
-
 class Stream:
     """Opens and closes the profiler on the thread that calls it."""
 
