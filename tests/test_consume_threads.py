@@ -155,8 +155,8 @@ class TestDevices:
         # GIVEN an allocator whose total jumps by 4096 between two events
         rows = Rows()
         heap = Heap(rows)
-        heap.event(0x10, 512, 512, "cuda:0", 1, 0, None)
-        heap.event(0x20, 512, 512 + 4096 + 512, "cuda:0", 2, 0, None)
+        heap.allocated(0x10, 512, 512, "cuda:0", 1, 0, None)
+        heap.allocated(0x20, 512, 512 + 4096 + 512, "cuda:0", 2, 0, None)
         # THEN that is a mark of this size, and what is live is what was seen
         assert [mark[3] for mark in rows["marks"]] == [4096]
         assert heap.live_bytes() == 1024

@@ -7,13 +7,18 @@ that holds a weak reference to every storage that an operator returns, in a thir
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recording import GPT, Last, Seen, convnet, mlp, record
+from recording import GPT, ROOT, Last, Seen, convnet, mlp, record, record_script
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,6 +89,8 @@ class Tracker(TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
                 storage = tensor.untyped_storage()
+                if storage.is_shared():
+                    continue  # what workers hand over: not the allocator's
                 self.storages[storage._cdata] = weakref.ref(storage), storage.nbytes()
         return result
 
@@ -128,3 +135,82 @@ class TestAgainstIndependentCounts:
         self, model: str, optimizer: str, recorded: Callable[[str, str], Seen]
     ) -> None:
         recorded(model, optimizer).closes()
+
+
+SCRIPT = """
+import json
+import sys
+import threading
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((300,), float(index)), torch.tensor(float(index))
+
+
+def train(at_step_end):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 70), nn.Tanh(), nn.Linear(70, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    for inputs, wanted in DataLoader(Numbers(), 8, num_workers=WORKERS):
+        loss = (model(inputs).squeeze(1) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        at_step_end()
+
+
+def counted():
+    # In processes of their own, one for each count; see the test.
+    from test_record_peak import Tracker, peak_of_the_profiler
+
+    if sys.argv[1] == "peak":
+        print(peak_of_the_profiler(lambda: train(lambda: None)))
+    else:
+        ends, tracker = [], Tracker()
+        with tracker:
+            train(lambda: ends.append(tracker.live()))
+        print(json.dumps(ends))
+
+
+work = counted if len(sys.argv) > 1 else lambda: train(lambda: None)
+if __name__ == "__main__":
+    if IN_A_THREAD:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        work()
+"""
+
+
+@pytest.mark.parametrize(("workers", "in_a_thread"), [(2, False), (0, True), (2, True)])
+class TestScripts:
+    """Batches that worker processes make, and a training loop on another thread than the first."""
+
+    def test_the_peak_and_the_step_ends_are_those_counted_without_us(
+        self, workers: int, in_a_thread: bool, tmp_path: Path
+    ) -> None:
+        source = SCRIPT.replace("WORKERS", str(workers)).replace("IN_A_THREAD", str(in_a_thread))
+
+        def count(what: str) -> Any:
+            script = tmp_path / f"{what}.py"
+            script.write_text(source)
+            path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+            done = subprocess.run(
+                [sys.executable, str(script), what], capture_output=True, text=True, check=True,
+                env={**os.environ, "PYTHONPATH": path})
+            return json.loads(done.stdout)
+
+        seen = record_script(tmp_path, source)
+        assert seen.steps == 5
+        assert seen.line.peak_bytes == count("peak")  # nothing was there when the script began
+        assert [int(b) for b in seen.trace["steps"]["end_bytes"]] == count("ends")
+        assert not any("module calls with gradients on other threads" in said for said in seen.trace.not_seen)

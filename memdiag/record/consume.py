@@ -30,17 +30,15 @@ class _Place:
     Attributes:
         span: the innermost recorded span; NONE at the top, which is the current phase.
         operator: the operator around, which is what the script called; NONE outside any.
-        kernel: name of the innermost operator.
         line: of the user's code.
         node: name of the autograd node around.
         again: code of a forward that runs again in backward, for a checkpoint.
     """
 
-    __slots__ = ("again", "kernel", "line", "node", "operator", "span")
+    __slots__ = ("again", "line", "node", "operator", "span")
 
-    def __init__(self, span: int, operator: int, kernel: int, line: int, node: int, again: bool = False) -> None:
-        self.span, self.operator, self.kernel, self.line, self.node = span, operator, kernel, line, node
-        self.again = again
+    def __init__(self, span: int, operator: int, line: int, node: int, again: bool = False) -> None:
+        self.span, self.operator, self.line, self.node, self.again = span, operator, line, node, again
 
 
 class Consumer:
@@ -97,46 +95,51 @@ class Consumer:
     def _walk(self, roots: list[Any], entries: list[Entry], gone: list[tuple[int, int, int]]) -> bool:
         heap, loop = self.heap, self.loop
         codes, accelerator = self._codes, self._accelerator
-        root = _Place(NONE, NONE, NONE, NONE, NONE)
-        elsewhere = _Place(NONE, NONE, NONE, NONE, NONE)  # for roots of other threads
+        root = _Place(NONE, NONE, NONE, NONE)
+        elsewhere = _Place(NONE, NONE, NONE, NONE)  # for roots of other threads
         shelved: list[tuple[int, int, int]] = []
         closed = False
+        read = 0
         mine, others = _by_thread(roots)
         self._own_thread = mine[0].start_tid if mine else NONE
-        # Depth first in the order of time. An entry is an event and its place, or what to do where a span ends.
-        todo: list[Any] = [(event, root) for event in mine]
+        # Depth first in the order of time. An entry is an event, its place and the name of the innermost operator
+        # around it. Where a span ends it has no place: it is the span's row, None and the time; or what to do then.
+        todo: list[Any] = [(event, root, NONE) for event in mine]
         while todo or others:
-            event, place = todo.pop() if todo else (others.pop(), elsewhere)
+            event, place, kernel = todo.pop() if todo else (others.pop(), elsewhere, NONE)
             if place is None:
-                event()
+                if event.__class__ is list:  # the row of a span
+                    event[5], event[7] = heap.next_event, kernel
+                else:
+                    event()
                 continue
             if others and others[-1].start_time_ns < event.start_time_ns:
-                todo.append((event, place))
-                event, place = others.pop(), elsewhere
+                todo.append((event, place, kernel))
+                event, place, kernel = others.pop(), elsewhere, NONE
             while gone and gone[-1][0] < event.start_time_ns:
                 self._goes(gone.pop())
-            self.events_read += 1
+            read += 1
             name = event.name
             code, name_id = codes.get(name) or self._classify(name)
             if code == _MEMORY:
                 fields = event.extra_fields
-                at = place.operator
-                if at == NONE:
-                    at = place.span if place.span != NONE else loop.span
-                heap.event(
-                    fields.ptr, fields.alloc_size, fields.total_allocated,
-                    str(fields.device) if accelerator else "cpu", event.start_time_ns, loop.step,
-                    Birth(at, place.line, place.kernel, place.span == NONE))
+                size = fields.alloc_size
+                if size > 0:
+                    at = place.operator
+                    if at == NONE:
+                        at = place.span if place.span != NONE else loop.span
+                    heap.allocated(
+                        fields.ptr, size, fields.total_allocated, str(fields.device) if accelerator else "cpu",
+                        event.start_time_ns, loop.step, Birth(at, place.line, kernel, place.span == NONE))
+                else:
+                    heap.freed(fields.ptr, size, fields.total_allocated, event.start_time_ns)
                 continue
             if code == _OPERATOR:
-                children = event.children
-                if place.operator != NONE:
+                if place.operator == NONE:
+                    self._operator(event, name, name_id, place, todo)
+                elif children := event.children:
                     # Inside another operator: only the kernel's name is of interest.
-                    if children:
-                        inner = _Place(place.span, place.operator, name_id, place.line, place.node)
-                        todo.extend([(child, inner) for child in reversed(children)])
-                    continue
-                self._operator(event, name, name_id, place, todo)
+                    todo.extend([(child, place, name_id) for child in reversed(children)])
                 continue
             if code == _MARK:
                 entry = entries[int(name[len(m.PREFIX):])]
@@ -147,14 +150,14 @@ class Consumer:
                     line = self._rows.intern(entry[1])
                     # Hooks and backwards run without gradients, unless they are to be differentiated themselves.
                     again = loop.in_backward and entry[2] and not self._graph_of_backward
-                    inner = _Place(place.span, place.operator, place.kernel, line, place.node, again)
-                    todo.extend([(child, inner) for child in reversed(event.children)])
+                    inner = _Place(place.span, place.operator, line, place.node, again)
+                    todo.extend([(child, inner, kernel) for child in reversed(event.children)])
                 elif kind == m.SAVE:
                     self._save(entry[1], place)
                     self.loop.saved(heap.next_event, event.start_time_ns)
                 elif kind == m.MODULE:
                     inner = self._module(entry[1], event, place, todo)
-                    todo.extend([(child, inner) for child in reversed(event.children)])
+                    todo.extend([(child, inner, NONE) for child in reversed(event.children)])
                 elif kind == m.CUT:
                     closed = place is root
                 elif kind == m.CLAIM:
@@ -180,7 +183,8 @@ class Consumer:
             if code == _OOM:
                 heap.out_of_memory()
                 continue
-            self._container(code, name_id, event, place, todo)
+            self._container(code, name_id, event, place, kernel, todo)
+        self.events_read += read
         for freed in reversed(gone):
             self._goes(freed)
         return closed
@@ -207,40 +211,36 @@ class Consumer:
         found = self._codes[name] = code, self._rows.intern(text)
         return found
 
-    def _ender(self, row: list[Any], end_ns: int) -> Any:
-        def end() -> None:
-            row[5], row[7] = self.heap.next_event, end_ns
-
-        return end
-
     # --- what an event may be -----------------------------------------------------------------------------------
 
     def _operator(self, event: Any, name: str, name_id: int, place: _Place, todo: list[Any]) -> None:
-        heap = self.heap
+        heap, loop = self.heap, self.loop
         fields = event.extra_fields
-        signature, read = self._signature(fields.inputs)
+        # In an optimizer's step they are the parameters', and there are many.
+        signature, read = (NONE, ()) if loop.in_optimizer else self._signature(fields.inputs)
         sequence = fields.sequence_number
         span = self._new_span()
         at_top = place.span == NONE
         if sequence >= 0 and (event.start_tid == self._own_thread or sequence not in self._forward):
             # Each thread numbers its own: what CUDA's backward threads recompute must not hide what it stands for.
             self._forward[sequence] = span, place.line
+        start_ns = event.start_time_ns
         row = [
-            span, self.loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0,
-            event.start_time_ns, 0, 0, place.line, NONE, sequence, signature, RECOMPUTE * place.again, NONE,
+            span, loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0, start_ns, 0, 0,
+            place.line, NONE, sequence, signature, RECOMPUTE * place.again, NONE,
         ]
         self._rows["spans"].append(row)
-        todo.append((self._ender(row, event.end_time_ns), None))
-        if at_top and read and not self.loop.in_backward:
-            if name[-1] == "_" and not self.loop.nested and heap.has_role(read[0], Role.PARAMETERS):
-                self.loop.parameter_written(heap.next_event, event.start_time_ns)
+        todo.append((row, None, event.end_time_ns))
+        if at_top and read and not loop.in_backward:
+            if name[-1] == "_" and not loop.nested and heap.has_role(read[0], Role.PARAMETERS):
+                loop.parameter_written(heap.next_event, start_ns)
                 self.writers.add(place.line)
             since = heap.next_id
-            todo.append((lambda: heap.made_from(since, read, name in _COPIES), None))
-        if name.startswith("c10d::") and self.loop.in_backward:
+            todo.append((lambda: heap.made_from(since, read, name in _COPIES), None, NONE))
+        if name.startswith("c10d::") and loop.in_backward:
             heap.exchanges_gradients(read, name)
-        inner = _Place(place.span, span, name_id, place.line, place.node)
-        todo.extend([(child, inner) for child in reversed(event.children)])
+        inner = _Place(place.span, span, place.line, place.node)
+        todo.extend([(child, inner, name_id) for child in reversed(event.children)])
 
     def _signature(self, inputs: list[Any]) -> tuple[int, tuple[int, ...]]:
         """Dtypes and shapes of the tensors that went in, as text; and the addresses of their storages."""
@@ -296,10 +296,12 @@ class Consumer:
             row[5], row[7] = self.heap.next_event, end_ns
             self._rows["spans"].append(row)
 
-        todo.append((end, None))
-        return _Place(row[0], NONE, NONE, row[9], NONE)
+        todo.append((end, None, NONE))
+        return _Place(row[0], NONE, row[9], NONE)
 
-    def _container(self, code: int, name_id: int, event: Any, place: _Place, todo: list[Any]) -> None:
+    def _container(
+        self, code: int, name_id: int, event: Any, place: _Place, kernel: int, todo: list[Any]
+    ) -> None:
         """A node of the graph, a custom Function, a compiled region."""
         if code == _ACCUMULATE:
             for value in event.extra_fields.inputs:
@@ -307,7 +309,7 @@ class Consumer:
         children = event.children
         if code == _ACCUMULATE or name_id == place.node or code == _CONTAINER and place.operator != NONE:
             # A node makes two events, one inside the other; and some of torch's own operators a container.
-            todo.extend([(child, place) for child in reversed(children)])
+            todo.extend([(child, place, kernel) for child in reversed(children)])
             return
         sequence = event.extra_fields.sequence_number
         line, forward, node = place.line, NONE, NONE
@@ -320,9 +322,9 @@ class Consumer:
             line, NONE, sequence, NONE, 0, forward,
         ]
         self._rows["spans"].append(row)
-        todo.append((self._ender(row, event.end_time_ns), None))
-        inner = _Place(row[0], NONE, NONE, line, node)
-        todo.extend([(child, inner) for child in reversed(children)])
+        todo.append((row, None, event.end_time_ns))
+        inner = _Place(row[0], NONE, line, node)
+        todo.extend([(child, inner, NONE) for child in reversed(children)])
 
     def _forward_of(self, sequence: int, line: int) -> tuple[int, int]:
         """The operator that a node undoes, and its line.

@@ -69,15 +69,15 @@ class Fold:
         if self._found is not None:
             self._touch(self._found)
             self._found = None
-        device = str(fields.device) if self._accelerator else "cpu"
-        live = heap.event(fields.ptr, fields.alloc_size, fields.total_allocated, device, time, self._loop.step, None)
-        if live is None:
-            return
-        self._step.events.append((fields.ptr, live, fields.alloc_size > 0, time))
-        if fields.alloc_size > 0:
-            if live.id == NONE:
-                self._young.append((fields.ptr, live))
+        address, size, total = fields.ptr, fields.alloc_size, fields.total_allocated
+        if size > 0:
+            device = str(fields.device) if self._accelerator else "cpu"
+            live = heap.allocated(address, size, total, device, time, self._loop.step, None)
+            self._young.append((address, live))
             self._touch(heap.live_bytes())
+            self._step.events.append((address, live, True, time))
+        elif (freed := heap.freed(address, size, total, time)) is not None:
+            self._step.events.append((address, freed, False, time))
 
     def _touch(self, now: int) -> None:
         if now > self._peaks.get(self._loop.phase, -1):

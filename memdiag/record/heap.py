@@ -64,6 +64,7 @@ class Heap:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.devices: list[str] = []
+        self._index: dict[str, int] = {}
         self.next_event = 0
         self.next_id = 0
         self.peak_bytes = self.full_peak_bytes = 0
@@ -88,55 +89,66 @@ class Heap:
 
     # --- coming and going --------------------------------------------------------------------------------------
 
-    def event(
+    def allocated(
         self, address: int, size: int, total: int, device: str, time_ns: int, step: int, birth: Birth | None
-    ) -> Live | None:
-        """An event of the stream: an allocation where ``size`` is positive, else a free.
+    ) -> Live:
+        """An event of the stream: memory was allocated.
 
         Args:
             total: the allocator's own count after it. It checks ours: a difference is booked as ``unseen``.
             birth: where it was born; None in light recording, which writes rows only for what lives on.
-
-        Returns:
-            The allocation that came or went; None for a free of what was never seen to come.
         """
         found = self._at.get(address)
-        if size > 0:
-            if found is not None:
-                # Freed on a thread that the profiler does not watch: we learn of it when the address comes back.
-                self._free(address, found, time_ns)
-                self._mark("memory freed by another thread: counted as live until its address was used again",
-                           -found.bytes)
-            pool = Pool.MAPPED if total == 0 else Pool.ALLOCATOR
-            found = self._comes(address, size, device, pool, time_ns, step, birth or UNRECORDED)
-            if birth is not None:
-                self._row(address, found, self.next_event, birth)
-                self._happens(time_ns)
-                self.full_peak_bytes = max(self.full_peak_bytes, self._live[found.device])
-        elif found is None:
+        if found is not None:
+            # Freed on a thread that the profiler does not watch: we learn of it when the address comes back.
+            self._free(address, found, time_ns)
+            self._mark("memory freed by another thread: counted as live until its address was used again",
+                       -found.bytes)
+        pool = Pool.MAPPED if total == 0 else Pool.ALLOCATOR
+        live = self._comes(address, size, device, pool, time_ns, step, UNRECORDED if birth is None else birth)
+        if birth is not None:
+            self._row(address, live, self.next_event, birth)
+            self._happens(time_ns)
+            if self._live[live.device] > self.full_peak_bytes:
+                self.full_peak_bytes = self._live[live.device]
+        self._check(live, size, total)
+        return live
+
+    def freed(self, address: int, size: int, total: int, time_ns: int) -> Live | None:
+        """An event of the stream: memory was freed; ``size`` is negative, ``total`` as above.
+
+        Returns:
+            What was freed; None where it was never seen to come.
+        """
+        live = self._at.get(address)
+        if live is None:
             self._mark("a free of memory whose allocation was not seen", size)
             return None
-        else:
-            self._free(address, found, time_ns)
-        if found.pool == Pool.ALLOCATOR:
-            expected = self._total[found.device]
+        self._free(address, live, time_ns)
+        self._check(live, size, total)
+        return live
+
+    def _check(self, live: Live, size: int, total: int) -> None:
+        if live.pool is Pool.ALLOCATOR:
+            expected = self._total[live.device]
             if expected is not None and total != expected + size:
                 self._mark("the allocator's total changed without an event", total - expected - size)
-            self._total[found.device] = total
-        return found
+            self._total[live.device] = total
 
     def _comes(
         self, address: int, size: int, device: str, pool: Pool, time_ns: int, step: int, birth: Birth
     ) -> Live:
-        if device not in self.devices:
+        index = self._index.get(device)
+        if index is None:
+            index = self._index[device] = len(self.devices)
             self.devices.append(device)
             self._live.append(0)
             self._total.append(None)
-        index = self.devices.index(device)
         live = self._at[address] = Live(NONE, size, index, pool, time_ns, step, birth.loose)
-        if pool == Pool.ALLOCATOR:
-            self._live[index] += size
-            self.peak_bytes = max(self.peak_bytes, self._live[index])
+        if pool is Pool.ALLOCATOR:
+            now = self._live[index] = self._live[index] + size
+            if now > self.peak_bytes:
+                self.peak_bytes = now
         return live
 
     def _row(self, address: int, live: Live, event: int, birth: Birth) -> None:
@@ -148,7 +160,7 @@ class Heap:
 
     def _free(self, address: int, live: Live, time_ns: int) -> None:
         del self._at[address]
-        if live.pool == Pool.ALLOCATOR:
+        if live.pool is Pool.ALLOCATOR:
             self._live[live.device] -= live.bytes
         if live.id != NONE:
             self._rows["frees"].append((live.id, self.next_event, time_ns))
@@ -281,5 +293,5 @@ class Heap:
         """Live allocations that only a look at who holds them can explain, by address."""
         return {
             address: live for address, live in self._at.items()
-            if live.loose and not live.saved and not live.claims and live.pool == Pool.ALLOCATOR
+            if live.loose and not live.saved and not live.claims and live.pool is Pool.ALLOCATOR
         }

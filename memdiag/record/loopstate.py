@@ -44,6 +44,11 @@ class LoopState:
     def in_backward(self) -> bool:
         return self.phase is Phase.BACKWARD
 
+    @property
+    def in_optimizer(self) -> bool:
+        """Inside the step of an optimizer, which the script did not write."""
+        return self.phase is Phase.OPTIMIZER and bool(self._enclosing)
+
     def set(self, phase: Phase, event: int, ns: int) -> None:
         if phase is not self.phase:
             self._close_phase(event, ns)

@@ -100,8 +100,8 @@ SCHEMA: dict[str, dict[str, str]] = {
     # An allocation without a row here was alive when the recording ended.
     "frees": {"allocation": "i8", "event": "i8", "time_ns": "i8"},
     # Nested by `parent`. `call` counts the calls of one module, `sequence` is autograd's number of an operator
-    # and of the node that undoes it, `signature` the shapes and dtypes that went in, `forward` the span of the
-    # operator that a node of backward undoes.
+    # and of the node that undoes it, `signature` the shapes and dtypes that went in (not in an optimizer's step),
+    # `forward` the span of the operator that a node of backward undoes.
     "spans": {
         "id": "i8", "parent": "i8", "kind": "u1", "name": "i4", "start_event": "i8", "end_event": "i8",
         "start_ns": "i8", "end_ns": "i8", "thread": "i4", "line": "i4", "call": "i4", "sequence": "i8",
