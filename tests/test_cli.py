@@ -67,7 +67,7 @@ def profile(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 def _run(command: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.run(
         command, cwd=cwd, env={**clean, "PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True,
         timeout=120,
@@ -402,7 +402,7 @@ def test_existing_files_are_replaced_where_that_is_asked_for(folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("environment", "rank"),
-    [({"RANK": "0"}, 0), ({"RANK": "3", "LOCAL_RANK": "1"}, 3), ({"LOCAL_RANK": "1"}, 1), ({"RANK": ""}, None)],
+    [({"RANK": "0", "WORLD_SIZE": "4"}, 0), ({"RANK": "3", "LOCAL_RANK": "1"}, 3), ({"LOCAL_RANK": "1"}, 1), ({"RANK": ""}, None)],
 )
 def test_ranks(environment: dict[str, str], rank: int | None, folder: Path) -> None:
     # WHEN one process of several is profiled
@@ -413,6 +413,7 @@ def test_ranks(environment: dict[str, str], rank: int | None, folder: Path) -> N
     assert (folder / f"a{place}.json").exists()
     # AND one rank reports for all
     assert ("Memory of" in done.stderr) == (not rank)
+    assert ("the other ranks' files are beside it" in done.stderr) == (rank == 0)
     named = profile("-o", "b.mdiag", "--plot", "b.png", "--json", "-", "train.py", cwd=folder, **environment)
     assert (folder / f"b{place}.mdiag").exists()
     assert (folder / f"b{place}.png").exists()

@@ -179,7 +179,8 @@ def _tell(recorder: Recorder | None, problem: str | None, outputs: Outputs) -> N
         _report(outputs)
     if not outputs.quiet:
         verb = "report" if not outputs.text or outputs.plot else "plot"
-        outputs.say(f"memdiag: recorded in {outputs.run}; next:")
+        others = "; the other ranks' files are beside it" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        outputs.say(f"memdiag: recorded in {outputs.run}{others}; next:")
         outputs.say(f"    memdiag {verb} {shlex.quote(str(outputs.run))}")
 
 

@@ -81,7 +81,8 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
         path: ends in .png, .svg or .pdf, which says what is written.
 
     Raises:
-        MemdiagError: for another ending, or when the file cannot be written.
+        MemdiagError: for another ending.
+        OSError: when the file cannot be written.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
@@ -93,10 +94,7 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
         drawn = figure(trace)
         # No date inside: the same trace makes the same file.
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
-        try:
-            drawn.savefig(path, metadata=metadata)
-        except OSError as error:
-            raise MemdiagError(f"{path}: the picture cannot be written ({error.strerror})") from None
+        drawn.savefig(path, metadata=metadata)
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------
