@@ -402,7 +402,10 @@ def test_existing_files_are_replaced_where_that_is_asked_for(folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("environment", "rank"),
-    [({"RANK": "0", "WORLD_SIZE": "4"}, 0), ({"RANK": "3", "LOCAL_RANK": "1"}, 3), ({"LOCAL_RANK": "1"}, 1), ({"RANK": ""}, None)],
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, 0), ({"RANK": "3", "LOCAL_RANK": "1"}, 3), ({"LOCAL_RANK": "1"}, 1),
+        ({"RANK": ""}, None),
+    ],
 )
 def test_ranks(environment: dict[str, str], rank: int | None, folder: Path) -> None:
     # WHEN one process of several is profiled
