@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,10 +12,12 @@ from numpy.typing import NDArray
 
 from memdiag.report.names import fold
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Role, Trace
-from memdiag.trace.ledger import Roles, roles
-from memdiag.trace.nesting import Nesting, nesting, span_rows
-from memdiag.trace.peak import Worst, phase_at, phase_peaks, span_steps, worst
-from memdiag.trace.timeline import devices, of_device, timeline
+from memdiag.trace.ledger import Roles
+from memdiag.trace.nesting import Nesting, span_rows
+from memdiag.trace.peak import phase_peaks, span_steps
+from memdiag.trace.places import Place, birth, module_names, operator_names, relative
+from memdiag.trace.timeline import timeline
+from memdiag.trace.view import View
 
 Ints = NDArray[np.int64]
 
@@ -149,29 +150,23 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Takes the facts of a run from its trace."""
-    device, *others = devices(trace)
-    line = timeline(trace, device)
-    nest = nesting(trace)
-    moment = worst(trace, line)
-    seen = moment.trace if moment.trace is not None else trace
-    assigned = roles(trace)
-    seen_nest, seen_roles = (nest, assigned) if seen is trace else (nesting(seen), roles(seen))
-    peak = _peak(trace, moment, seen_nest, device)
-    saved_step, saved = _saved(trace, nest, assigned, peak.step)
-    peak_event = moment.event
+    view = View(trace)
+    device = view.device
+    peak = _peak(view)
+    saved_step, saved = _saved(trace, view.nest, view.roles, peak.step)
     return Summary(
         about={name: value for name, value in trace.about.items() if name != "not_seen"},
         cut_short=trace.cut_short,
         device=device,
-        other_devices={other: timeline(trace, other).peak_bytes for other in others},
+        other_devices={other: timeline(trace, other).peak_bytes for other in view.other_devices},
         peak=peak,
-        roles_at_peak=_roles_at_peak(moment, seen_nest, seen_roles, device),
+        roles_at_peak=_roles_at_peak(view),
         outside_allocator=_outside(trace, device),
-        phases=_phases(trace, nest, device),
+        phases=_phases(view),
         steps=_steps(trace),
         saved=saved,
         saved_step=saved_step,
-        saved_earlier_bytes=_saved_earlier(trace, assigned, peak_event) if seen is trace else None,
+        saved_earlier_bytes=_saved_earlier(trace, view.roles, view.worst.event) if view.of_peak is view else None,
         not_seen=trace.not_seen,
     )
 
@@ -179,73 +174,24 @@ def summarize(trace: Trace) -> Summary:
 # --- the peak ---------------------------------------------------------------------------------------------------
 
 
-def _peak(trace: Trace, moment: Worst, nest: Nesting, device: str) -> Peak:
+def _peak(view: View) -> Peak:
+    moment, seen = view.worst, view.of_peak
     step, phase = moment.step, moment.phase.label if moment.phase is not None else None
-    birth = _Birth(None, None, None)
-    seen = moment.trace
-    if seen is not None and moment.event != NONE:
-        allocation = int(np.flatnonzero(seen["allocations"]["event"] == moment.event)[0])
-        birth = _birth(seen, nest, allocation)
-        around = int(phase_at(seen, moment.event + 1)[-1])
-        phase = seen.text[seen["spans"]["name"][around]] if around != NONE else None
-        within = around if around != NONE else seen.span_row(int(seen["allocations"]["span"][allocation]))
-        step = _known(span_steps(seen, nest, trace["steps"]["step"])[within]) if within != NONE else None
-    reserved = _statistic(trace, RESERVED_PEAK, device)
-    return Peak(moment.bytes, reserved, step, phase, birth.module, birth.operator, birth.line)
+    place = Place(None, None, None)
+    if seen is not None:
+        step, phase, place = seen.where(moment.event)
+    reserved = _statistic(view.trace, RESERVED_PEAK, view.device)
+    return Peak(moment.bytes, reserved, step, phase, place.module, place.operator, place.line)
 
 
-@dataclass(frozen=True)
-class _Birth:
-    module: str | None
-    operator: str | None
-    line: str | None
-
-
-def _birth(trace: Trace, nest: Nesting, allocation: int) -> _Birth:
-    """Where an allocation was born."""
-    allocations, spans = trace["allocations"], trace["spans"]
-    span = int(allocations["span"][allocation])
-    row = trace.span_row(span)
-    lines = [allocations["line"][allocation], *(spans["line"][up] for up in trace.ancestors(span))]
-    return _Birth(
-        module=trace.string(_module_names(trace, nest, np.array([row]))[0]),
-        operator=trace.string(_operator_names(trace, nest, np.array([row]))[0])
-        or trace.string(int(allocations["kernel"][allocation])),
-        line=_line(trace, next((int(text) for text in lines if text != NONE), NONE)),
-    )
-
-
-def _module_names(trace: Trace, nest: Nesting, rows: Ints) -> Ints:
-    """Text of the innermost module around span rows; in backward, of the forward that is undone."""
-    spans = trace["spans"]
-    forward = span_rows(trace, _at(spans["forward"], nest.of(nest.node, rows)))
-    module = nest.of(nest.module, rows)
-    return _at(spans["name"], np.where(module != NONE, module, nest.of(nest.module, forward)))
-
-
-def _operator_names(trace: Trace, nest: Nesting, rows: Ints) -> Ints:
-    """Text of the outermost operator, node or custom Function around span rows."""
-    spans = trace["spans"]
-    unit = nest.of(nest.unit, rows)
-    inner = nest.of(nest.operator, rows)
-    function = np.where(_at(spans["kind"], rows) == Kind.FUNCTION, rows, NONE)
-    return _at(spans["name"], np.where(unit != NONE, unit, np.where(function != NONE, function, inner)))
-
-
-def _at(column: NDArray[Any], rows: Ints) -> Ints:
-    """A column at rows, NONE where there is no row."""
-    found = np.full(len(rows), NONE, dtype=np.int64)
-    found[rows != NONE] = column[rows[rows != NONE]]
-    return found
-
-
-def _roles_at_peak(moment: Worst, nest: Nesting, assigned: Roles, device: str) -> list[RoleAtPeak]:
-    trace = moment.trace
-    if trace is None:
+def _roles_at_peak(view: View) -> list[RoleAtPeak]:
+    moment, seen = view.worst, view.of_peak
+    if seen is None:
         nothing = [RoleAtPeak(role.label, 0, None, None) for role in Role if role is not Role.UNKNOWN]
         why = "the events of the peak's step were not kept; record that step in full with --steps"
         return [*nothing, RoleAtPeak(Role.UNKNOWN.label, moment.bytes, None, why)]
-    alive = np.flatnonzero(assigned.at(moment.event) & of_device(trace, device)[assigned.allocation])
+    trace, assigned = seen.trace, seen.roles
+    alive = np.flatnonzero(assigned.at(moment.event) & seen.mine[assigned.allocation])
     size = trace["allocations"]["bytes"][assigned.allocation[alive]]
     result = []
     for role in Role:
@@ -253,9 +199,9 @@ def _roles_at_peak(moment: Worst, nest: Nesting, assigned: Roles, device: str) -
         largest = proof = None
         if len(mine):
             row = alive[mine[size[mine].argmax()]]
-            birth = _birth(trace, nest, int(assigned.allocation[row]))
-            born_in = " › ".join(part for part in (birth.module, birth.operator) if part)
-            largest = trace.string(int(assigned.name[row])) or born_in or birth.line
+            place = birth(trace, seen.nest, int(assigned.allocation[row]))
+            born_in = " › ".join(part for part in (place.module, place.operator) if part)
+            largest = trace.string(int(assigned.name[row])) or born_in or place.line
             proof = assigned.proofs[assigned.proof[row]] or None
         result.append(RoleAtPeak(role.label, int(size[mine].sum()), largest, proof))
     return result
@@ -264,9 +210,10 @@ def _roles_at_peak(moment: Worst, nest: Nesting, assigned: Roles, device: str) -
 # --- phases, steps, and what is outside -------------------------------------------------------------------------
 
 
-def _phases(trace: Trace, nest: Nesting, device: str) -> list[PhasePeak]:
-    peaks = phase_peaks(trace, nest, timeline(trace, device))
-    warm_up = np.isin(peaks.step, trace["steps"]["step"][trace["steps"]["warm_up"] != 0])
+def _phases(view: View) -> list[PhasePeak]:
+    peaks = phase_peaks(view.trace, view.nest, view.line)
+    steps = view.trace["steps"]
+    warm_up = np.isin(peaks.step, steps["step"][steps["warm_up"] != 0])
     return [
         PhasePeak(_known(step), Phase(phase).label, size, warm)
         for step, phase, size, warm in zip(
@@ -323,8 +270,8 @@ def _saved(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) 
     if not len(chosen):
         return None, []
     chosen = chosen[np.lexsort((saves["id"][chosen], saves["packed_event"][chosen]))]
-    module = _module_names(trace, nest, where[chosen])
-    operator = _operator_names(trace, nest, where[chosen])
+    module = module_names(trace, nest, where[chosen])
+    operator = operator_names(trace, nest, where[chosen])
 
     # A storage that was not found among the allocations is counted as itself.
     allocation = saves["allocation"][chosen]
@@ -382,7 +329,7 @@ def _folded(trace: Trace, alike: _Alike, members: list[int], modules: list[int],
             module=name,
             folded=len({names[number] for number in block}) > 1,
             operator=operator,
-            line=_relative(trace, line),
+            line=relative(trace, line),
             dtype=dtype,
             shape=None if shape is None else [int(size) for size in re.findall(r"\d+", shape)],
             count=int(count[block].sum()),
@@ -410,15 +357,3 @@ def _savers(trace: Trace, pairs: set[tuple[int, int]]) -> list[str]:
 
 def _known(value: int | np.integer[Any]) -> int | None:
     return None if value == NONE else int(value)
-
-
-def _line(trace: Trace, index: int) -> str | None:
-    return _relative(trace, trace.string(index))
-
-
-def _relative(trace: Trace, line: str | None) -> str | None:
-    """A line relative to the script's folder where it lies below it."""
-    folder = os.path.join(os.path.dirname(trace.about.get("script") or ""), "")
-    if line is not None and folder and line.startswith(folder):
-        return line[len(folder):]
-    return line

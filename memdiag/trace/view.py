@@ -1,0 +1,101 @@
+"""A trace with what readers derive from it, each thing computed once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memdiag.trace.ledger import Roles, roles
+from memdiag.trace.model import NONE, Trace
+from memdiag.trace.nesting import Nesting, nesting, span_rows
+from memdiag.trace.peak import Worst, phase_at, span_steps, worst
+from memdiag.trace.places import Place, birth
+from memdiag.trace.timeline import Lives, Timeline, devices, lives, of_device, timeline
+
+Rows = NDArray[np.int64]
+
+
+class View:
+    """What a run did on one device: the first accelerator, or the CPU where there is none.
+
+    Args:
+        of: the run's view, where ``trace`` is the highest light step of that run.
+    """
+
+    def __init__(self, trace: Trace, of: View | None = None) -> None:
+        self.trace = trace
+        self._of = of
+
+    @cached_property
+    def device(self) -> str:
+        return devices(self.trace)[0] if self._of is None else self._of.device
+
+    @cached_property
+    def other_devices(self) -> list[str]:
+        return [name for name in devices(self.trace) if name != self.device]
+
+    @cached_property
+    def line(self) -> Timeline:
+        return timeline(self.trace, self.device)
+
+    @cached_property
+    def life(self) -> Lives:
+        return lives(self.trace)
+
+    @cached_property
+    def nest(self) -> Nesting:
+        return nesting(self.trace)
+
+    @cached_property
+    def roles(self) -> Roles:
+        return roles(self.trace)
+
+    @cached_property
+    def mine(self) -> NDArray[np.bool_]:
+        """Allocations of the device's allocator."""
+        return of_device(self.trace, self.device)
+
+    @cached_property
+    def span_steps(self) -> Rows:
+        """The number of the step around each span; NONE outside steps."""
+        closed = None if self._of is None else self._of.trace["steps"]["step"]
+        return span_steps(self.trace, self.nest, closed)
+
+    @cached_property
+    def phases(self) -> Rows:
+        """For each memory event, the row of the innermost phase span around it, or NONE."""
+        return phase_at(self.trace, len(self.line.live))
+
+    @cached_property
+    def born_in(self) -> Rows:
+        """Row of the span that each allocation was born in."""
+        return span_rows(self.trace, self.trace["allocations"]["span"])
+
+    @cached_property
+    def born_step(self) -> Rows:
+        """The step that each allocation was born in; NONE outside steps and for memory from before."""
+        return self.nest.of(self.span_steps, self.born_in)
+
+    @cached_property
+    def worst(self) -> Worst:
+        return worst(self.trace, self.line)
+
+    @cached_property
+    def of_peak(self) -> View | None:
+        """The view that holds the events around the peak; None where they were folded away."""
+        seen = self.worst.trace
+        return None if seen is None else self if seen is self.trace else View(seen, of=self)
+
+    def where(self, event: int) -> tuple[int | None, str | None, Place]:
+        """Step, phase and place of an event that allocated."""
+        trace = self.trace
+        if event == NONE:
+            return None, None, Place(None, None, None)
+        allocation = int(np.flatnonzero(trace["allocations"]["event"] == event)[0])
+        around = int(self.phases[event])
+        phase = trace.text[trace["spans"]["name"][around]] if around != NONE else None
+        within = around if around != NONE else int(self.born_in[allocation])
+        step = int(self.span_steps[within]) if within != NONE else NONE
+        return None if step == NONE else step, phase, birth(trace, self.nest, allocation)
