@@ -27,3 +27,48 @@ less is thinner than a pixel."""
 UNEXPLAINED_SHARE = 2000
 """One part in this many of the live bytes may go unexplained before the recorder walks the references to see who
 holds it: a walk takes tens of milliseconds, and less than a twentieth of UNKNOWN_SHARE changes no report."""
+
+GROWTH_BIRTHS = 3
+"""Steps from which something must be alive at once for a place to be growing: two are a step's result that is still
+held during the next, which every loop has."""
+
+GROWTH_RUN = 5
+"""New maxima in a row that make a single, ever larger allocation growth (a tensor concatenated onto itself). Of
+batches of random lengths that many rising ones in a row are one in a hundred (1/5!)."""
+
+SHORTAGE_BYTES = 2 << 20
+"""Peak below which a run is short of nothing: CUDA's allocator takes no less than this from the device at once, so
+whatever such a run did, it could not take less."""
+
+FINDING_SHARE = 0.2
+"""Share of the peak from which a class of memory is a finding. What is less could not lower the peak by a fifth, the
+least that lets a batch of four become one of five."""
+
+LEAK_STEPS = 1000
+"""Steps within which growth must double the peak to be a leak: real runs have thousands, and what does not matter in
+a thousand (a loss of four bytes kept for each) is no shortage."""
+
+PATTERN_SHARE = 0.5
+"""Share of a class's bytes that a named pattern must have to be named: less than half is not what it is made of."""
+
+MICRO_BATCHES = 4
+"""Forwards of one model alive together that are taken for micro-batches: pairs and triplets are what losses over
+several inputs need at once."""
+
+HOST_GROWTH_BYTES = 32 << 20
+"""Growth of the process, over the later half of the run, below which it is noise: the C library gives memory back in
+arenas of this size or less, and reading the recording takes up to about as much for a while."""
+
+HOST_GROWTH_STEPS = 8
+"""Steps from which the growth of the process is judged: the later half is then four increments, of which two may be
+leaps of the C library without moving the median."""
+
+WORST_BATCH = 1.5
+"""How far the step of the peak must stand above the median one, as a factor, for its batch to be the odd one: batches
+of equal shapes differ by a few per cent."""
+
+UNDETERMINED_SHARE = 0.5
+"""Share of the peak without a class beyond which no class is named: it could be more than any other."""
+
+REPORT_FINDINGS = 4
+"""Findings in the text report: more than the first few are small by definition, and JSON has all."""

@@ -28,12 +28,21 @@ STEP = {"step": NUMBER, "warm_up": TRUTH, "recorded": TEXT, "end_bytes": NUMBER,
         "input_shapes": MAYBE_TEXT}
 SAVED = {"module": MAYBE_TEXT, "folded": TRUTH, "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "dtype": MAYBE_TEXT,
          "shape": (list, type(None)), "count": NUMBER, "bytes": NUMBER, "role": TEXT, "savers": (list,)}
+RUNNER_UP = {"allocated_bytes": NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEXT, "module": MAYBE_TEXT,
+             "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "without": TEXT}
+GROWTH = {"bytes_per_step": MAYBE_NUMBER, "host_bytes_per_step": MAYBE_NUMBER, "sites": (list,)}
+SITE = {"operator": MAYBE_TEXT, "module": MAYBE_TEXT, "line": MAYBE_TEXT, "bytes_per_step": NUMBER}
+VERDICT = {"class": TEXT, "classes": (list,), "phase": MAYBE_TEXT, "sentence": TEXT}
+CLASS_SHARE = {"class": TEXT, "bytes": NUMBER, "share": (float,)}
+FINDING = {"class": MAYBE_TEXT, "kind": TEXT, "title": TEXT, "severity": TEXT, "bytes": NUMBER, "share": (float,),
+           "evidence": (list,), "advice": (list,), "birth": (dict, type(None)), "holder": (dict, type(None))}
+ADVICE = {"text": TEXT, "bytes": MAYBE_NUMBER}
 ROLES = {role.label: NUMBER for role in Role}
 FIELDS = {
-    "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": NOTHING, "roles_at_peak": (dict,),
+    "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": (dict, type(None)), "roles_at_peak": (dict,),
     "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
-    "saved_earlier_bytes": MAYBE_NUMBER, "growth": NOTHING, "scaling": NOTHING,
-    "reachable_by_checkpointing_bytes": NOTHING, "verdict": NOTHING, "findings": NOTHING,
+    "saved_earlier_bytes": MAYBE_NUMBER, "growth": (dict,), "scaling": NOTHING,
+    "reachable_by_checkpointing_bytes": MAYBE_NUMBER, "verdict": (dict,), "findings": (list,),
     "oom": NOTHING, "not_seen": (list,),
 }
 
@@ -59,6 +68,18 @@ def test_every_report_has_the_fields_and_types_of_the_contract(any_run: AnyRun) 
     for name, fields in (("phases", PHASE), ("steps", STEP), ("saved", SAVED)):
         for row in report[name]:
             check(row, fields)
+    if report["runner_up"] is not None:
+        check(report["runner_up"], RUNNER_UP)
+    check(report["growth"], GROWTH)
+    check(report["verdict"], VERDICT)
+    for row in report["growth"]["sites"]:
+        check(row, SITE)
+    for row in report["verdict"]["classes"]:
+        check(row, CLASS_SHARE)
+    for row in report["findings"]:
+        check(row, FINDING)
+        for advice in row["advice"]:
+            check(advice, ADVICE)
     assert report["schema_version"] == 1
     assert sum(report["roles_at_peak"].values()) == report["peak"]["allocated_bytes"]
     assert {row["phase"] for row in report["phases"]} <= {phase.label for phase in Phase}

@@ -14,7 +14,7 @@ from memdiag.trace import Phase, Role, Trace
 from memdiag.units import format_bytes
 
 SECTIONS = ["Memory of", "Peak", "Alive at the peak", "Peaks by phase", "Largest tensors saved for backward",
-            "Outside this allocator", "Not seen"]
+            "Outside this allocator", "Not seen", "Verdict: ", "What the peak is made of", "Findings"]
 
 
 def report_of(trace: Trace) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from memdiag.cli import paths
+from memdiag.cli.output import show
 
 
 @click.command()
@@ -35,17 +35,11 @@ def _report(run: Path, json_file: str | None, force: bool) -> int:
 
     summary = summarize(load(run))
     if json_file == "-":
-        _print(to_json(summary))
+        show(to_json(summary))
         return 0
-    _print(render_text(summary))
+    show(render_text(summary))
     if destination is not None:
         paths.write(destination, to_json(summary))
-        _print(f"wrote {destination}")
+        show(f"wrote {destination}")
     return 0
 
-
-def _print(text: str) -> None:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a sign still gets the figures
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    sys.stdout.flush()

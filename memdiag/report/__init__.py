@@ -4,5 +4,6 @@ from memdiag.report.json import to_json
 from memdiag.report.plot import draw
 from memdiag.report.summary import Summary, summarize
 from memdiag.report.text import render_text
+from memdiag.report.verdict import render_verdict
 
-__all__ = ["Summary", "draw", "render_text", "summarize", "to_json"]
+__all__ = ["Summary", "draw", "render_text", "render_verdict", "summarize", "to_json"]

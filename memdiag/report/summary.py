@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memdiag.diagnose import Diagnosis, diagnose
 from memdiag.report.names import fold
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Role, Trace
 from memdiag.trace.ledger import Roles
@@ -130,6 +131,7 @@ class Summary:
         saved: largest first; ``saved_step`` is the step they are from, None where the script has no steps.
         saved_earlier_bytes: at the peak, saved activations born before the peak's step: graphs that something keeps.
             None where the peak's events were folded.
+        diagnosis: what is short, and why.
         not_seen: what the recording could not see, in its own words.
     """
 
@@ -145,6 +147,7 @@ class Summary:
     saved: list[Saved]
     saved_step: int | None
     saved_earlier_bytes: int | None
+    diagnosis: Diagnosis
     not_seen: list[str]
 
 
@@ -167,6 +170,7 @@ def summarize(trace: Trace) -> Summary:
         saved=saved,
         saved_step=saved_step,
         saved_earlier_bytes=_saved_earlier(trace, view.roles, view.worst.event) if view.of_peak is view else None,
+        diagnosis=diagnose(view),
         not_seen=trace.not_seen,
     )
 

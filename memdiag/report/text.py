@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-import textwrap
-from collections.abc import Sequence
 from statistics import median_low
 
-from tabulate import tabulate
-
 from memdiag.policy import SAVED_ROWS, UNKNOWN_SHARE
+from memdiag.report.layout import INDENT, WIDTH, facts, paragraph, share, table, words
 from memdiag.report.names import shorten
 from memdiag.report.summary import PhasePeak, Saved, Summary
+from memdiag.report.verdict import VERDICT_SECTIONS
 from memdiag.trace import Phase, Role
 from memdiag.units import format_bytes
-
-WIDTH = 80
-_INDENT = "  "
 
 
 def render_text(summary: Summary) -> str:
     """The report for a person; every line fits 80 columns, the last one ends with a newline."""
-    sections = (_header, _peak, _alive, _phases, _saved, _outside, _not_seen)
+    sections = (_header, _peak, _alive, _phases, _saved, _outside, _not_seen, *VERDICT_SECTIONS)
     return "\n".join("\n".join(section(summary)) + "\n" for section in sections)
 
 
@@ -39,7 +34,7 @@ def _header(summary: Summary) -> list[str]:
     light = len(summary.steps) - full
     steps = "none: no backward or optimizer step closed one" if not summary.steps else (
         f"{len(summary.steps)}: {full} recorded in full" + (f", {light} in light" if light else ""))
-    facts = {
+    known = {
         "device": f"{summary.device} ({name})" if name else summary.device,
         "rank": f"{about.get('rank')} of {about['world_size']}" if (about.get("world_size") or 1) > 1 else None,
         "versions": ", ".join(f"{name} {about[key]}" for name, key in versions if about.get(key)),
@@ -48,23 +43,23 @@ def _header(summary: Summary) -> list[str]:
         "figures": "measured, from every allocation and free that PyTorch reported",
         "ended": None if summary.cut_short is None else f"{summary.cut_short}; this is what was there",
     }
-    return [shorten(f"Memory of {command}", WIDTH), *_facts(facts)]
+    return [shorten(f"Memory of {command}", WIDTH), *facts(known)]
 
 
 def _peak(summary: Summary) -> list[str]:
     peak = summary.peak
     if not peak.allocated_bytes:
-        return ["Peak", f"{_INDENT}nothing was allocated on {summary.device}"]
+        return ["Peak", f"{INDENT}nothing was allocated on {summary.device}"]
     where = " › ".join(part for part in (peak.module, peak.operator) if part)
     light = any(row.step == peak.step and row.recorded == "light" for row in summary.steps)
     unknown = "not kept of a light step; record it in full with --steps" if light else "not known"
-    facts = {
+    known = {
         "reserved": None if peak.reserved_bytes is None else f"{format_bytes(peak.reserved_bytes)} by the allocator",
         "when": ", ".join([_step_words(summary, peak.step), *([peak.phase] if peak.phase else [])]),
         "where": where or unknown,
         "line": peak.line or unknown,
     }
-    return [f"Peak: {format_bytes(peak.allocated_bytes)} allocated", *_facts(facts)]
+    return [f"Peak: {format_bytes(peak.allocated_bytes)} allocated", *facts(known)]
 
 
 def _step_words(summary: Summary, step: int | None) -> str:
@@ -83,12 +78,12 @@ def _alive(summary: Summary) -> list[str]:
     for row in sorted(summary.roles_at_peak, key=lambda row: -row.bytes):
         if row.bytes or row.role == Role.UNKNOWN.label:
             what = row.largest or row.proof or ""
-            rows.append([_words(row.role), format_bytes(row.bytes), _share(row.bytes, total), what])
-    rows.append(["total", format_bytes(sum(row.bytes for row in summary.roles_at_peak)), _share(total, total), ""])
-    lines = ["Alive at the peak, by role", *_table(["role", "bytes", "share", "largest"], rows, "lrrl")]
+            rows.append([words(row.role), format_bytes(row.bytes), share(row.bytes, total), what])
+    rows.append(["total", format_bytes(sum(row.bytes for row in summary.roles_at_peak)), share(total, total), ""])
+    lines = ["Alive at the peak, by role", *table(["role", "bytes", "share", "largest"], rows, "lrrl")]
     unknown = next(row for row in summary.roles_at_peak if row.role == Role.UNKNOWN.label)
     if unknown.bytes > UNKNOWN_SHARE * total:
-        lines += _paragraph(f"The other figures are lower bounds: {_share(unknown.bytes, total)} is unknown "
+        lines += paragraph(f"The other figures are lower bounds: {share(unknown.bytes, total)} is unknown "
                             f"({unknown.proof}).")
     return lines
 
@@ -104,8 +99,8 @@ def _phases(summary: Summary) -> list[str]:
                          format_bytes(median_low(row.peak_bytes for row in steady)) if steady else "-",
                          *_highest(steady)])
     if not rows:
-        return [title, f"{_INDENT}no phase was seen"]
-    return [title, *_table(["phase", "warm-up", "later: median", "later: highest", "in step"], rows, "lrrrr")]
+        return [title, f"{INDENT}no phase was seen"]
+    return [title, *table(["phase", "warm-up", "later: median", "later: highest", "in step"], rows, "lrrrr")]
 
 
 def _highest(rows: list[PhasePeak]) -> tuple[str, str]:
@@ -125,7 +120,7 @@ def _saved(summary: Summary) -> list[str]:
     if summary.saved_step is not None:
         title += f", in {_step_words(summary, summary.saved_step)}"
     if not summary.saved:
-        return [title, f"{_INDENT}none was seen"]
+        return [title, f"{INDENT}none was seen"]
     rows = []
     for row in own[:SAVED_ROWS]:
         rows.append([format_bytes(row.bytes), str(row.count), _saver(row)])
@@ -141,14 +136,14 @@ def _saved(summary: Summary) -> list[str]:
                          f"{len(rest)} smaller kinds"])
         rows.append([format_bytes(sum(row.bytes for row in own)), str(sum(row.count for row in own)),
                      "in all, each storage once"])
-        lines += _table(["bytes", "count", "saved by"], rows, "rrl")
+        lines += table(["bytes", "count", "saved by"], rows, "rrl")
     if summary.saved_earlier_bytes:
-        lines += _paragraph(
+        lines += paragraph(
             f"Saved in earlier steps and still alive at the peak: {format_bytes(summary.saved_earlier_bytes)}: "
             "something keeps their graphs.")
     if shared:
-        sizes = ", ".join(f"{_words(role)} {format_bytes(size)}" for role, size in shared.items())
-        lines += _paragraph(f"Saved too, but alive anyway: {sizes}.")
+        sizes = ", ".join(f"{words(role)} {format_bytes(size)}" for role, size in shared.items())
+        lines += paragraph(f"Saved too, but alive anyway: {sizes}.")
     return lines
 
 
@@ -163,7 +158,7 @@ def _saver(row: Saved) -> str:
 def _tensor(row: Saved) -> str:
     parts = [f"{row.dtype or ''} {row.shape if row.shape is not None else ''}".strip(), row.line]
     if row.role != Role.SAVED_ACTIVATIONS.label:
-        parts.append(_words(row.role))
+        parts.append(words(row.role))
     return ", ".join(part for part in parts if part)
 
 
@@ -178,50 +173,10 @@ def _outside(summary: Summary) -> list[str]:
     ]
     rows = [[what, format_bytes(size)] for what, size in figures if size is not None]
     if not rows:
-        return ["Outside this allocator", f"{_INDENT}nothing was seen"]
-    return ["Outside this allocator", *_table(["what", "peak"], rows, "lr")]
+        return ["Outside this allocator", f"{INDENT}nothing was seen"]
+    return ["Outside this allocator", *table(["what", "peak"], rows, "lr")]
 
 
 def _not_seen(summary: Summary) -> list[str]:
-    said = [line for text in summary.not_seen for line in _paragraph(text, "- ")]
-    return ["Not seen", *(said or [f"{_INDENT}nothing is known to be missing"])]
-
-
-# --- layout -----------------------------------------------------------------------------------------------------
-
-
-def _words(role: str) -> str:
-    return role.replace("_", " ")
-
-
-def _share(part: int, total: int) -> str:
-    return f"{part / total:.1%}".replace("%", " %") if total else "-"
-
-
-def _facts(facts: dict[str, str | None]) -> list[str]:
-    width = max(len(name) for name in facts) + 2
-    lines = []
-    for name, fact in facts.items():
-        if fact:
-            room = WIDTH - len(_INDENT) - width
-            lines += [f"{_INDENT}{name if not number else '':{width}}{line}"
-                      for number, line in enumerate(textwrap.wrap(fact, room, break_on_hyphens=False))]
-    return lines
-
-
-def _paragraph(text: str, mark: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=_INDENT + mark, subsequent_indent=_INDENT + " " * len(mark),
-                         break_on_hyphens=False)
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """A table whose last column, where it is text, gives way so that the table fits."""
-    if align[-1] == "l":
-        # tabulate sets two columns of space between cells, and two more before a header.
-        taken = sum(max(len(headers[column]) + 2, *(len(row[column]) for row in rows)) + 2
-                    for column in range(len(headers) - 1))
-        room = WIDTH - len(_INDENT) - taken
-        rows = [[*row[:-1], shorten(row[-1], room)] for row in rows]
-    text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True,
-                    colalign=[{"l": "left", "r": "right"}[side] for side in align])
-    return [(_INDENT + line).rstrip() for line in text.splitlines()]
+    said = [line for text in summary.not_seen for line in paragraph(text, "- ")]
+    return ["Not seen", *(said or [f"{INDENT}nothing is known to be missing"])]

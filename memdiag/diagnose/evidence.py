@@ -1,0 +1,199 @@
+"""The numbers that rules reason from, each computed once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memdiag.diagnose.growth import Growing, growing
+from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
+from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
+from memdiag.trace import NONE, Phase, Role
+from memdiag.trace.places import Place, module_names, operator_names, relative
+from memdiag.trace.view import View
+
+_CLASS_OF_ROLE = {
+    Role.PARAMETERS: Class.PARAMETERS,
+    Role.BUFFERS: Class.PARAMETERS,
+    Role.GRADIENTS: Class.GRADIENTS,
+    Role.OPTIMIZER_STATE: Class.OPTIMIZER_STATE,
+    Role.OPTIMIZER_TEMPORARIES: Class.WORKSPACE,
+    Role.INPUTS: Class.INPUT_BATCHES,
+    Role.SAVED_ACTIVATIONS: Class.ACTIVATION,
+    Role.OTHER_ACTIVATIONS: Class.ACTIVATION,
+    Role.RECOMPUTED_ACTIVATIONS: Class.ACTIVATION,
+    Role.BACKWARD_TEMPORARIES: Class.WORKSPACE,
+    Role.WORKSPACE: Class.WORKSPACE,
+}
+
+
+class Evidence:
+    """A run, and the moment of its peak. Masks are over all allocations of ``at``, so that a rule that says what
+    stands out at the peak also says what else in the run is of the same kind.
+
+    Attributes:
+        run: the view of the whole run.
+        at: the view that holds the events around the peak: the run's, or that of its highest light step.
+        event: the event that made the peak, in ``at``.
+        peak_bytes: live then.
+        size: bytes of each allocation; 0 where it is not of the device's allocator.
+        alive: whether it was live at the peak.
+        role: what it was then; for others, what it was at first.
+    """
+
+    def __init__(self, run: View, at: View) -> None:
+        self.run, self.at = run, at
+        self.event, self.peak_bytes = run.worst.event, run.worst.bytes
+        self.size: Ints = np.where(at.mine, at.trace["allocations"]["bytes"], 0)
+        self.alive: Mask = at.mine & (at.life.born <= self.event) & (at.life.died > self.event)
+        everything = np.arange(len(self.size), dtype=np.int64)
+        self.role: Ints = at.roles.of(everything, np.where(self.alive, self.event, at.life.born)).astype(np.int64)
+
+    @cached_property
+    def step(self) -> int:
+        """The step of the peak; NONE outside steps."""
+        step, _, _ = self.at.where(self.event)
+        return NONE if step is None else step
+
+    @cached_property
+    def growing(self) -> Growing:
+        return growing(self.run)
+
+    # --- classes ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def classes(self) -> NDArray[np.object_]:
+        """The class of each allocation: by its role, or by what became of it."""
+        found = np.full(len(self.size), Class.UNDETERMINED, dtype=object)
+        for role, cls in _CLASS_OF_ROLE.items():
+            found[self.role == role] = cls
+        found[self.scratch] = Class.WORKSPACE
+        found[self.copies] = Class.PARAMETERS
+        found[self.leaked] = Class.LEAK
+        return found
+
+    def of(self, cls: Class) -> Mask:
+        found: Mask = self.classes == cls
+        return found
+
+    @cached_property
+    def by_class(self) -> dict[Class, int]:
+        """Bytes at the peak of each class that has any, largest first; they sum to the peak."""
+        found = {cls: self.bytes_of(self.of(cls)) for cls in Class}
+        return dict(sorted(((cls, size) for cls, size in found.items() if size), key=lambda item: -item[1]))
+
+    @cached_property
+    def leaked(self) -> Mask:
+        """What grows, and was left by an earlier step than that of the peak."""
+        if self.at is not self.run:
+            return np.zeros(len(self.size), dtype=bool)
+        earlier: Mask = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
+        return earlier
+
+    @cached_property
+    def scratch(self) -> Mask:
+        """Made by code that runs without gradients: nothing keeps it for a backward."""
+        trace, nest = self.at.trace, self.at.nest
+        phase = nest.of(nest.phase, self.at.born_in)
+        names = [trace.text.index(p.label) for p in (Phase.EVALUATION, Phase.OTHER) if p.label in trace.text]
+        found: Mask = phase != NONE
+        found[found] = np.isin(trace["spans"]["name"][phase[found]], names)
+        found &= self.role == Role.OTHER_ACTIVATIONS
+        return found
+
+    @cached_property
+    def copies(self) -> Mask:
+        """Storages of the parameters' sizes that variables of the script hold: copies of the model."""
+        sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
+        found: Mask = (self.role == Role.HELD) & np.isin(self.size, sizes)
+        return found
+
+    @cached_property
+    def reachable(self) -> Mask:
+        """What checkpointing could free at most: saved activations that were made inside modules."""
+        inside = self.at.nest.of(self.at.nest.module, self.at.born_in) != NONE
+        found: Mask = inside & (self.role == Role.SAVED_ACTIVATIONS) & self.of(Class.ACTIVATION)
+        return found
+
+    # --- figures ------------------------------------------------------------------------------------------------
+
+    def bytes_of(self, chosen: Mask) -> int:
+        """Bytes of ``chosen`` that are alive at the peak."""
+        return int(self.size[chosen & self.alive].sum())
+
+    def matters(self, chosen: Mask) -> bool:
+        """Whether ``chosen`` is enough of the peak to be a finding."""
+        return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
+
+    def without(self, chosen: Mask, since: Ints | None = None) -> tuple[int, int]:
+        """The peak that would be left without these allocations.
+
+        Args:
+            since: of each allocation, the event from which on it would be gone; its birth where None.
+
+        Returns:
+            Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
+            ``at`` does.
+        """
+        line, life = self.at.line, self.at.life
+        gone = chosen & (self.size > 0)
+        start = np.maximum(life.born if since is None else np.maximum(since, life.born), 0)
+        gone &= start < life.died
+        delta = np.zeros(len(line.live) + 1, dtype=np.int64)
+        np.add.at(delta, start[gone], self.size[gone])
+        np.subtract.at(delta, life.died[gone], self.size[gone])
+        left = line.live - np.cumsum(delta[:-1])
+        before = line.start_bytes - int(self.size[gone & (life.born == NONE)].sum())
+        best = int(left.argmax()) if len(left) else NONE
+        highest = max(before, int(left[best]) if len(left) else 0)
+        folded = self.run.trace["phase_peaks"]
+        elsewhere = int(folded["bytes"][folded["step"] != self.step].max(initial=0))
+        if self.at is not self.run:
+            elsewhere = max(elsewhere, self.run.line.peak_bytes)
+        if elsewhere > highest:
+            return elsewhere, NONE
+        return highest, best if highest > before else NONE
+
+    def saving(self, chosen: Mask, since: Ints | None = None) -> int:
+        """Bytes by which the peak would fall without ``chosen``: fewer than they are where it then lies elsewhere."""
+        return self.peak_bytes - self.without(chosen, since)[0]
+
+    def step_ends(self) -> Ints:
+        """For each allocation, the event at which the step that made it ends."""
+        spans, nest = self.at.trace["spans"], self.at.nest
+        step = nest.of(nest.step, self.at.born_in)
+        ends = np.zeros(len(self.size), dtype=np.int64)
+        ends[step != NONE] = spans["end_event"][step[step != NONE]]
+        return ends
+
+    def main_birth(self, chosen: Mask) -> Place:
+        """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""
+        trace = self.at.trace
+        mine = np.flatnonzero(chosen & self.alive)
+        if not len(mine):
+            return Place(None, None, None)
+        rows = self.at.born_in[mine]
+        key = np.stack([
+            module_names(trace, self.at.nest, rows), operator_names(trace, self.at.nest, rows),
+            trace["allocations"]["line"][mine]], axis=1)
+        keys, group = np.unique(key, axis=0, return_inverse=True)
+        total = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(total, group.reshape(-1), self.size[mine])
+        module, operator, line = (trace.string(int(number)) for number in keys[total.argmax()])
+        return Place(module, operator, relative(trace, line))
+
+    def finding(
+        self, cls: Class, kind: str, title: str, chosen: Mask, evidence: list[str], advice: list[Advice],
+        severity: Severity | None = None, holder: Holder | None = None, since: Ints | None = None,
+    ) -> Finding:
+        """A finding about some allocations, with its bytes, share, severity and line of birth."""
+        size = self.bytes_of(chosen)
+        share = size / self.peak_bytes if self.peak_bytes else 0.0
+        if severity is None:
+            severity = Severity.HIGH if share >= PATTERN_SHARE else Severity.MEDIUM
+        return Finding(
+            cls, kind, title, severity, size, share, evidence, advice, self.main_birth(chosen).line, holder,
+            chosen, since)
+

@@ -1,0 +1,128 @@
+"""Whether live memory at the same point of each step grows, by how much, and from which places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memdiag.diagnose.model import Growth, Ints, Mask, Site
+from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
+from memdiag.trace import NONE, Level, Role
+from memdiag.trace.model import Trace
+from memdiag.trace.places import Place, module_names, operator_names, relative
+from memdiag.trace.view import View
+
+
+@dataclass(frozen=True)
+class Growing:
+    """What grows from step to step.
+
+    Attributes:
+        growth: the numbers.
+        leaks: over the run's allocations, those that survive at growing places; an optimizer's own state, which its
+            own bounds limit, is growth and no leak.
+        leak_sites: the places of the leaks.
+    """
+
+    growth: Growth
+    leaks: Mask
+    leak_sites: list[Site]
+
+
+def growing(run: View) -> Growing:
+    """Looks at what is alive at the ends of the steps that were recorded in full.
+
+    A place in the code is growing where what it made is alive at the ends of later steps, more and more of it, until
+    the last. The first step is warm-up and does not count; a cache that fills and stops is not growth; nor is what
+    one step leaves for the next.
+    """
+    trace = run.trace
+    steps = trace["steps"]
+    ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
+    nothing = np.zeros(len(run.life.born), dtype=bool)
+    if len(ends) <= GROWTH_BIRTHS:
+        return Growing(Growth(None, None, []), nothing, [])
+    first = np.searchsorted(ends, run.life.born, side="right")
+    last = np.searchsorted(ends, run.life.died, side="right")
+    size = trace["allocations"]["bytes"]
+    survives = np.flatnonzero(run.mine & (last > first) & (run.life.born != NONE))
+    site, keys = _sites(trace, run, survives)
+    order = np.argsort(site, kind="stable")
+    groups = np.split(survives[order], np.cumsum(np.bincount(site, minlength=len(keys)))[:-1])
+    rates = np.array([
+        _rate(_series(first[mine], last[mine], size[mine], len(ends)), _births(run, mine, first, last, len(ends)))
+        for mine in groups])
+    found = np.flatnonzero(rates > 0)
+    found = found[np.argsort(-rates[found], kind="stable")]
+    state = run.roles.of(survives, run.life.died[survives] - 1) == Role.OPTIMIZER_STATE
+    bounded = np.zeros(len(keys), dtype=bool)
+    bounded[site[state]] = True
+    leaks = nothing.copy()
+    leaks[survives[np.isin(site, found) & ~bounded[site]]] = True
+    places = [_place(trace, keys[number]) for number in found]
+    sites = [Site(p.operator, p.module, p.line, float(rates[number])) for p, number in zip(places, found, strict=True)]
+    leak_sites = [place for place, number in zip(sites, found, strict=True) if not bounded[number]]
+    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites)
+
+
+def _sites(trace: Trace, run: View, allocations: Ints) -> tuple[Ints, Ints]:
+    """Which place each allocation was born at, and each place's module, operator and line as numbers of text."""
+    where = run.born_in[allocations]
+    operator = operator_names(trace, run.nest, where)
+    kernel = trace["allocations"]["kernel"][allocations]
+    key = np.stack([
+        module_names(trace, run.nest, where), np.where(operator != NONE, operator, kernel),
+        trace["allocations"]["line"][allocations],
+    ], axis=1)
+    keys, site = np.unique(key, axis=0, return_inverse=True)
+    return site.reshape(-1), keys
+
+
+def _place(trace: Trace, key: Ints) -> Place:
+    module, operator, line = (trace.string(int(number)) for number in key)
+    return Place(module, operator, relative(trace, line))
+
+
+def _series(first: Ints, last: Ints, size: Ints, steps: int) -> Ints:
+    """Bytes alive at the end of each step."""
+    delta = np.zeros(steps + 1, dtype=np.int64)
+    np.add.at(delta, first, size)
+    np.subtract.at(delta, last, size)
+    return np.cumsum(delta[:-1])
+
+
+def _births(run: View, allocations: Ints, first: Ints, last: Ints, steps: int) -> Ints:
+    """From how many steps something is alive, at the end of each."""
+    first, last = first[allocations], last[allocations]
+    born = run.born_step[allocations]
+    _, group = np.unique(born, return_inverse=True)
+    number = int(group.max(initial=-1)) + 1
+    begins, ends = np.full(number, steps, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    np.minimum.at(begins, group, first)
+    np.maximum.at(ends, group, last)
+    return _series(begins, ends, np.ones(number, dtype=np.int64), steps)
+
+
+def _rate(live: Ints, births: Ints) -> float:
+    """Growth in bytes per step; 0 where it is none.
+
+    Args:
+        live, births: bytes, and steps from which there are any, at the end of each step; of the first, the warm-up, it
+            does not matter how they came.
+
+    It is measured between steps that set a new maximum, so that what grows only every few steps (at the end of an
+    epoch) counts with its period. It must go on until the end: a run that ends two periods after the last new maximum
+    has stopped growing.
+    """
+    records = np.flatnonzero(np.diff(np.maximum.accumulate(live)) > 0) + 1
+    if len(records) < 2:
+        return 0.0
+    first, last = int(records[0]), int(records[-1])
+    # More and more births alive; or one thing that is made anew, larger each time, and never smaller.
+    piling_up = births[last] >= GROWTH_BIRTHS and births[last] > births[first - 1]
+    swelling = len(records) >= GROWTH_RUN and bool(np.all(np.diff(live[first:]) > 0))
+    period = (last - first) / (len(records) - 1)
+    if not (piling_up or swelling) or len(live) - 1 - last >= 2 * period:
+        return 0.0
+    return float(live[last] - live[first]) / (last - first)

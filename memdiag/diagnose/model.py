@@ -1,0 +1,165 @@
+"""What a diagnosis is made of: findings with their numbers, and the verdict chosen from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+class Class(Enum):
+    """What a shortage can be. The value is the word in JSON."""
+
+    ACTIVATION = "activation"
+    OPTIMIZER_STATE = "optimizer_state"
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    WORKSPACE = "workspace"
+    LEAK = "leak"
+    INPUT_BATCHES = "input_batches"
+    FRAGMENTATION = "fragmentation"
+    HOST_MEMORY = "host_memory"
+    OUTSIDE_PYTORCH = "outside_pytorch"
+    NONE = "none"
+    UNDETERMINED = "undetermined"
+
+    @property
+    def words(self) -> str:
+        return {
+            Class.ACTIVATION: "activations", Class.LEAK: "a leak", Class.INPUT_BATCHES: "inputs kept on the device",
+            Class.OUTSIDE_PYTORCH: "memory outside PyTorch",
+        }.get(self, self.value.replace("_", " "))
+
+
+class Severity(Enum):
+    """How much a finding matters: ``HIGH`` ends runs or is most of the peak, ``LOW`` is worth knowing."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, and the bytes by which that would lower the peak; None where it was not measured."""
+
+    text: str
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who keeps it: the statement, and the chain from a root to the tensor."""
+
+    line: str | None
+    chain: list[str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a rule found.
+
+    Attributes:
+        kind: finer than the class, and open.
+        bytes: alive at the peak on its account.
+        allocations: which they are, all of the run that are of their kind, over the allocations of the trace that
+            holds the peak; None where the finding is not about allocations.
+        since: of each, the event from which on it need not be there; None where it need not be there at all.
+        birth: line that the most of it was allocated at.
+    """
+
+    cls: Class | None
+    kind: str
+    title: str
+    severity: Severity
+    bytes: int
+    share: float
+    evidence: list[str]
+    advice: list[Advice]
+    birth: str | None = None
+    holder: Holder | None = None
+    allocations: Mask | None = field(default=None, repr=False, compare=False)
+    since: Ints | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class ClassShare:
+    """A class's bytes at the peak; those of all classes, ``undetermined`` included, sum to the peak."""
+
+    cls: Class
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the shortage is.
+
+    Attributes:
+        classes: those with any bytes at the peak, the verdict's own first, then by bytes.
+        phase: of the peak.
+    """
+
+    cls: Class
+    classes: list[ClassShare]
+    phase: str | None
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the code whose allocations survive, more of them with every step."""
+
+    operator: str | None
+    module: str | None
+    line: str | None
+    bytes_per_step: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Live memory at the ends of steps, once the warm-up is over.
+
+    Attributes:
+        bytes_per_step: 0 where it does not grow; None where too few steps were seen to tell.
+        host_bytes_per_step: of the process, tensors on the CPU not counted; None as above.
+        sites: largest first; they sum to ``bytes_per_step``.
+    """
+
+    bytes_per_step: float | None
+    host_bytes_per_step: float | None
+    sites: list[Site]
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The peak that would be left without what the leading finding is about."""
+
+    allocated_bytes: int
+    step: int | None
+    phase: str | None
+    module: str | None
+    operator: str | None
+    line: str | None
+    without: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that is diagnosed of a run.
+
+    Attributes:
+        reachable_bytes: saved activations inside modules at the peak: an upper bound of what checkpointing could
+            free. None where the peak's events were folded away.
+    """
+
+    verdict: Verdict
+    findings: list[Finding]
+    growth: Growth
+    runner_up: RunnerUp | None
+    reachable_bytes: int | None

@@ -1,0 +1,149 @@
+"""What forward makes and backward needs; and the patterns that make it more than it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.model import Advice, Class, Finding, Mask
+from memdiag.diagnose.rules.shapes import Saves
+from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
+from memdiag.trace import NONE, Phase, Role
+from memdiag.trace.peak import phase_peaks
+from memdiag.units import format_bytes
+
+Pattern = Callable[[Evidence, Mask, Saves], Finding | None]
+
+
+def activations(found: Evidence) -> Iterable[Finding]:
+    """The most telling pattern, or activations as such."""
+    chosen = found.of(Class.ACTIVATION)
+    if not found.matters(chosen):
+        return
+    saves = Saves(found)
+    named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen, saves)) is not None]
+    yield from named
+    if not named:
+        yield _plain(found, chosen)
+
+
+def _plain(found: Evidence, chosen: Mask) -> Finding:
+    place = found.main_birth(chosen)
+    evidence = [
+        f"{format_bytes(found.bytes_of(chosen))} of activations at the peak",
+        f"most of one kind comes from {place.module or place.operator or 'code outside modules'}"
+        + (f" at {place.line}" if place.line else ""),
+        f"checkpointing could free {format_bytes(found.saving(found.reachable))} at most",
+    ]
+    advice = _checkpointing(found)
+    if not advice:
+        evidence.append("checkpointing is not the answer: no boundary around modules would free much of it")
+        advice = [Advice("compute in chunks where it is made, or with an operator that keeps less", None)]
+    return found.finding(Class.ACTIVATION, "activations", "Activations kept for backward", chosen, evidence, advice)
+
+
+def _checkpointing(found: Evidence) -> list[Advice]:
+    """Checkpointing as advice, where it could lower the peak by enough; what grows comes back with the next steps."""
+    saving = found.saving(found.reachable)
+    if saving < FINDING_SHARE * found.peak_bytes or found.bytes_of(found.leaked):
+        return []
+    return [Advice("checkpoint the modules that save most: this is the most that it could free", saving)]
+
+
+def _unused_graph(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    """Graphs that no backward ever went through: saved, and let go without being read."""
+    mine = chosen & saves.never_read
+    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
+        return None
+    return found.finding(
+        Class.ACTIVATION, "evaluation_graph", "A graph is built that no backward uses", mine,
+        [f"{format_bytes(found.bytes_of(mine))} were saved for a backward, and let go without one"],
+        [Advice("run that forward under `torch.no_grad()`", found.saving(mine))])
+
+
+def _kept(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    """Activations of the step before that something still holds, though their graph is gone."""
+    mine = chosen & (found.role == Role.OTHER_ACTIVATIONS)  # what is still saved needs no other holder
+    mine &= (found.at.born_step != NONE) & (found.at.born_step < found.step)
+    if not found.matters(mine):
+        return None
+    return found.finding(
+        Class.ACTIVATION, "hidden_states", "Activations of the step before are still held", mine,
+        [f"{format_bytes(found.bytes_of(mine))} at the peak were made in an earlier step, and do not grow in number",
+         "checkpointing frees none of it: something in the script holds it"],
+        [Advice("do not store them, or let go of them when the step is over",
+                found.saving(chosen, found.step_ends()))],
+        since=found.step_ends())
+
+
+def _micro_batches(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    """Several forwards of one model alive at once, before one backward."""
+    calls = saves.outer_calls
+    if len(calls) < MICRO_BATCHES:
+        return None
+    size = np.array([found.bytes_of(chosen & mask) for mask in calls])
+    alike = size >= 0.5 * size.max()
+    if alike.sum() < MICRO_BATCHES:
+        return None
+    all_calls = np.logical_or.reduce([mask for mask, like in zip(calls, alike, strict=True) if like])
+    mine = chosen & all_calls
+    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
+        return None
+    number = int(alike.sum())
+    freed = mine & ~calls[int(size.argmax())]
+    return found.finding(
+        Class.ACTIVATION, "retained_graph", f"{number} forwards are alive together before one backward", mine,
+        [f"{format_bytes(found.bytes_of(mine))} were saved by {number} calls of the same model in this step",
+         f"one of them saved {format_bytes(int(size.max()))}"],
+        [Advice("where their losses are only summed, call backward on each loss as it comes", found.saving(freed))])
+
+
+def _attention(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    mine = chosen & saves.alike(saves.attention)
+    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
+        return None
+    return found.finding(
+        Class.ACTIVATION, "attention_matrix", "Attention matrices are kept for backward", mine,
+        [f"{format_bytes(found.bytes_of(mine))} have the size of a softmax over {saves.shown(saves.attention)}",
+         "they grow with the square of the sequence"],
+        [Advice("`torch.nn.functional.scaled_dot_product_attention`, which keeps no matrix", found.saving(mine)),
+         *_checkpointing(found)])
+
+
+def _logits(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    everything = chosen | found.of(Class.WORKSPACE)
+    mine = everything & saves.alike(saves.logits)
+    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(everything):
+        return None
+    return found.finding(
+        Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
+        [f"{format_bytes(found.bytes_of(mine))} have the size of the logits, {saves.shown(saves.logits)}"],
+        [Advice("compute the loss in chunks of tokens", found.saving(mine)), *_checkpointing(found)])
+
+
+def _worst_batch(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+    """One step far above the others, with inputs of another shape."""
+    peaks = phase_peaks(found.run.trace, found.run.nest, found.run.line)
+    work = np.isin(peaks.phase, (Phase.FORWARD, Phase.BACKWARD)) & (peaks.step != NONE)
+    steps = np.unique(peaks.step[work])
+    if found.step == NONE or len(steps) < 3 or found.step not in steps:
+        return None
+    highest = np.array([peaks.bytes[work & (peaks.step == step)].max() for step in steps])
+    median = float(np.median(highest))
+    if found.peak_bytes < WORST_BATCH * median:
+        return None
+    table = found.run.trace["steps"]
+    shapes = {int(s): found.run.trace.string(int(t)) for s, t in zip(table["step"], table["input_shapes"], strict=True)}
+    mine, others = shapes.get(found.step), {text for step, text in shapes.items() if step != found.step}
+    if mine is None or mine in others:
+        return None
+    return found.finding(
+        Class.ACTIVATION, "worst_batch", "One batch is much larger than the others", chosen,
+        [f"the step of the peak has inputs {mine}, and reaches {format_bytes(found.peak_bytes)}",
+         f"the median step reaches {format_bytes(round(median))}"],
+        [Advice("bucket or cap the lengths", round(found.peak_bytes - median)), *_checkpointing(found)])
+
+
+_PATTERNS: tuple[Pattern, ...] = (_unused_graph, _kept, _micro_batches, _attention, _logits, _worst_batch)

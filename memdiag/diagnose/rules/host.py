@@ -1,0 +1,45 @@
+"""Memory of the process that is not tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.model import Class, Finding, Severity
+from memdiag.policy import HOST_GROWTH_BYTES, HOST_GROWTH_STEPS
+from memdiag.units import format_bytes
+
+
+def host_growth(found: Evidence) -> tuple[float, int] | None:
+    """Bytes per step by which the process grows beside its tensors, and by how much over the steps.
+
+    None where too few steps were seen. The growth must go on in the later half, and not in one leap: the median step
+    of that half must take part in it. The first step is warm-up.
+    """
+    steps = found.run.trace["steps"]
+    known = steps["host_rss"] > 0
+    if known.sum() < HOST_GROWTH_STEPS:
+        return None
+    beside = steps["host_rss"][known].astype(np.int64)
+    if found.run.device == "cpu":
+        beside = beside - steps["end_bytes"][known]
+    later = np.diff(beside[len(beside) // 2 :])
+    if int(later.sum()) < HOST_GROWTH_BYTES or float(np.median(later)) < 0.5 * float(later.mean()):
+        return 0.0, 0
+    total = int(beside[-1] - beside[1])
+    return total / (len(beside) - 2), total
+
+
+def host_memory(found: Evidence) -> Iterable[Finding]:
+    growth = host_growth(found)
+    if growth is None or not growth[0] or growth[1] < found.peak_bytes:
+        return
+    rate, total = growth
+    yield Finding(
+        Class.HOST_MEMORY, "host_growth", f"The process grows by {format_bytes(round(rate))} with every step",
+        Severity.HIGH, total, total / found.peak_bytes if found.peak_bytes else 1.0,
+        [f"resident memory grew by {format_bytes(total)} over the steps, tensors not counted",
+         f"PyTorch's own peak is {format_bytes(found.peak_bytes)}: its tensors are not what grows"],
+        [])

@@ -1,0 +1,48 @@
+"""What comes and goes inside a step: workspaces, scratch without gradients, temporaries of backward and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.model import Advice, Class, Finding
+from memdiag.trace import Role
+from memdiag.units import format_bytes
+
+
+def temporary(found: Evidence) -> Iterable[Finding]:
+    everything = found.of(Class.WORKSPACE)
+    if not found.matters(everything):
+        return
+    parts = {
+        "optimizer_temporaries": everything & (found.role == Role.OPTIMIZER_TEMPORARIES),
+        "scratch": everything & found.scratch,
+        "backward_temporaries": everything & (found.role == Role.BACKWARD_TEMPORARIES),
+        "workspace": everything & (found.role == Role.WORKSPACE),
+    }
+    kind = max(parts, key=lambda name: found.bytes_of(parts[name]))
+    chosen = parts[kind]
+    place = found.main_birth(chosen)
+    where = " › ".join(part for part in (place.module, place.operator) if part)
+    evidence = [
+        f"{format_bytes(found.bytes_of(chosen))} of it are alive at the peak, and gone soon after",
+        f"most of it comes from {where or 'code'}" + (f" at {place.line}" if place.line else ""),
+        "nothing keeps it for a backward: checkpointing cannot lower it",
+    ]
+    title, advice = _WORDS[kind]
+    yield found.finding(
+        Class.WORKSPACE, kind, title, chosen, evidence, [Advice(advice, found.saving(chosen))])
+
+
+_WORDS = {
+    "optimizer_temporaries": (
+        "The optimizer's step makes temporaries as large as the parameters",
+        "`foreach=False`, or `fused=True` where the optimizer has it: one parameter at a time"),
+    "scratch": (
+        "Code that runs without gradients builds large temporaries",
+        "compute it in chunks, or with an operator that does not build them"),
+    "backward_temporaries": (
+        "Backward makes large temporaries", "smaller tensors at the place where they are made: chunk the computation"),
+    "workspace": (
+        "Operators take large workspaces", "an operator or algorithm with a smaller workspace, or chunks of the input"),
+}
