@@ -39,8 +39,8 @@ FINDING = {"class": MAYBE_TEXT, "kind": TEXT, "title": TEXT, "severity": TEXT, "
 ADVICE = {"text": TEXT, "bytes": MAYBE_NUMBER}
 ROLES = {role.label: NUMBER for role in Role}
 FIELDS = {
-    "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": (dict, type(None)), "roles_at_peak": (dict,),
-    "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
+    "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": (dict, type(None)),
+    "roles_at_peak": (dict,), "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
     "saved_earlier_bytes": MAYBE_NUMBER, "growth": (dict,), "scaling": NOTHING,
     "reachable_by_checkpointing_bytes": MAYBE_NUMBER, "verdict": (dict,), "findings": (list,),
     "oom": NOTHING, "not_seen": (list,),

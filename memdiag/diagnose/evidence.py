@@ -138,14 +138,14 @@ class Evidence:
             ``at`` does.
         """
         line, life = self.at.line, self.at.life
-        gone = chosen & (self.size > 0)
-        start = np.maximum(life.born if since is None else np.maximum(since, life.born), 0)
-        gone &= start < life.died
+        start = life.born if since is None else np.maximum(since, life.born)
+        before = line.start_bytes - int(self.size[chosen & (start == NONE)].sum())
+        start = np.maximum(start, 0)
+        gone = chosen & (start < life.died)
         delta = np.zeros(len(line.live) + 1, dtype=np.int64)
         np.add.at(delta, start[gone], self.size[gone])
         np.subtract.at(delta, life.died[gone], self.size[gone])
         left = line.live - np.cumsum(delta[:-1])
-        before = line.start_bytes - int(self.size[gone & (life.born == NONE)].sum())
         best = int(left.argmax()) if len(left) else NONE
         highest = max(before, int(left[best]) if len(left) else 0)
         folded = self.run.trace["phase_peaks"]
