@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from memdiag.diagnose.growth import Growing, growing
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
+from memdiag.diagnose.saves import Saves
 from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
 from memdiag.trace import NONE, Phase, Role
 from memdiag.trace.places import Place, module_names, operator_names, relative
@@ -56,6 +57,10 @@ class Evidence:
         """The step of the peak; NONE outside steps."""
         step, _, _ = self.at.where(self.event)
         return NONE if step is None else step
+
+    @cached_property
+    def saves(self) -> Saves:
+        return Saves(self.at)
 
     @cached_property
     def growing(self) -> Growing:
@@ -167,6 +172,22 @@ class Evidence:
         ends = np.zeros(len(self.size), dtype=np.int64)
         ends[step != NONE] = spans["end_event"][step[step != NONE]]
         return ends
+
+    def kept_since(self) -> Ints:
+        """For each allocation, the event from which on nothing but who keeps it needs it.
+
+        What no backward reads is of no use once the outermost module call that made it is over, and what one does read
+        when it last did so in its own step; else it is needed until that step ends.
+        """
+        spans, nest, ends = self.at.trace["spans"], self.at.nest, self.step_ends()
+        read = self.saves.last_read
+        module = nest.of(nest.outer_module, self.at.born_in)
+        since = ends.copy()
+        unread = self.saves.never_read & (module != NONE)
+        since[unread] = spans["end_event"][module[unread]]
+        in_step = (read != NONE) & (read < ends)
+        since[in_step] = read[in_step]
+        return since
 
     def main_birth(self, chosen: Mask) -> Place:
         """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""

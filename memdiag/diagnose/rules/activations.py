@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Mask
-from memdiag.diagnose.rules.shapes import Saves
 from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
 from memdiag.trace import NONE, Phase, Role
 from memdiag.trace.peak import phase_peaks
 from memdiag.units import format_bytes
 
-Pattern = Callable[[Evidence, Mask, Saves], Finding | None]
+Pattern = Callable[[Evidence, Mask], Finding | None]
 
 
 def activations(found: Evidence) -> Iterable[Finding]:
@@ -22,8 +22,7 @@ def activations(found: Evidence) -> Iterable[Finding]:
     chosen = found.of(Class.ACTIVATION)
     if not found.matters(chosen):
         return
-    saves = Saves(found)
-    named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen, saves)) is not None]
+    named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen)) is not None]
     yield from named
     if not named:
         yield _plain(found, chosen)
@@ -52,9 +51,9 @@ def _checkpointing(found: Evidence) -> list[Advice]:
     return [Advice("checkpoint the modules that save most: this is the most that it could free", saving)]
 
 
-def _unused_graph(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+def _unused_graph(found: Evidence, chosen: Mask) -> Finding | None:
     """Graphs that no backward ever went through: saved, and let go without being read."""
-    mine = chosen & saves.never_read
+    mine = chosen & found.saves.never_read
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
@@ -63,7 +62,7 @@ def _unused_graph(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None
         [Advice("run that forward under `torch.no_grad()`", found.saving(mine))])
 
 
-def _kept(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+def _kept(found: Evidence, chosen: Mask) -> Finding | None:
     """Activations of the step before that something still holds, though their graph is gone."""
     mine = chosen & (found.role == Role.OTHER_ACTIVATIONS)  # what is still saved needs no other holder
     mine &= (found.at.born_step != NONE) & (found.at.born_step < found.step)
@@ -78,52 +77,56 @@ def _kept(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
         since=found.step_ends())
 
 
-def _micro_batches(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
     """Several forwards of one model alive at once, before one backward."""
-    calls = saves.outer_calls
-    if len(calls) < MICRO_BATCHES:
+    calls = found.saves.calls(found.step) if found.step != NONE else []
+    size = np.array([found.bytes_of(chosen & call) for call in calls])
+    alike = [call for call, bytes_ in zip(calls, size, strict=True) if bytes_ >= size.max() / 2]
+    if len(alike) < MICRO_BATCHES:
         return None
-    size = np.array([found.bytes_of(chosen & mask) for mask in calls])
-    alike = size >= 0.5 * size.max()
-    if alike.sum() < MICRO_BATCHES:
-        return None
-    all_calls = np.logical_or.reduce([mask for mask, like in zip(calls, alike, strict=True) if like])
-    mine = chosen & all_calls
+    mine = chosen & np.logical_or.reduce(alike)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
-    number = int(alike.sum())
-    freed = mine & ~calls[int(size.argmax())]
+    # In every step all calls but one could have been through their backward before the next.
+    freed = np.zeros(len(chosen), dtype=bool)
+    for step in found.at.trace["steps"]["step"].tolist():
+        for call in found.saves.calls(step)[:-1]:
+            freed |= chosen & call
     return found.finding(
-        Class.ACTIVATION, "retained_graph", f"{number} forwards are alive together before one backward", mine,
-        [f"{format_bytes(found.bytes_of(mine))} were saved by {number} calls of the same model in this step",
+        Class.ACTIVATION, "retained_graph", f"{len(alike)} forwards are alive together before one backward", mine,
+        [f"{format_bytes(found.bytes_of(mine))} were saved by {len(alike)} calls of the same model in this step",
          f"one of them saved {format_bytes(int(size.max()))}"],
         [Advice("where their losses are only summed, call backward on each loss as it comes", found.saving(freed))])
 
 
-def _attention(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
-    mine = chosen & saves.alike(saves.attention)
+def _largest(shapes: list[tuple[int, ...]]) -> str:
+    return " × ".join(str(size) for size in max(shapes, key=math.prod))
+
+
+def _attention(found: Evidence, chosen: Mask) -> Finding | None:
+    mine = chosen & found.saves.alike(found.saves.attention)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
         Class.ACTIVATION, "attention_matrix", "Attention matrices are kept for backward", mine,
-        [f"{format_bytes(found.bytes_of(mine))} have the size of a softmax over {saves.shown(saves.attention)}",
+        [f"{format_bytes(found.bytes_of(mine))} have the size of a softmax over {_largest(found.saves.attention)}",
          "they grow with the square of the sequence"],
         [Advice("`torch.nn.functional.scaled_dot_product_attention`, which keeps no matrix", found.saving(mine)),
          *_checkpointing(found)])
 
 
-def _logits(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+def _logits(found: Evidence, chosen: Mask) -> Finding | None:
     everything = chosen | found.of(Class.WORKSPACE)
-    mine = everything & saves.alike(saves.logits)
+    mine = everything & found.saves.alike(found.saves.logits)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(everything):
         return None
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
-        [f"{format_bytes(found.bytes_of(mine))} have the size of the logits, {saves.shown(saves.logits)}"],
+        [f"{format_bytes(found.bytes_of(mine))} have the size of the logits, {_largest(found.saves.logits)}"],
         [Advice("compute the loss in chunks of tokens", found.saving(mine)), *_checkpointing(found)])
 
 
-def _worst_batch(found: Evidence, chosen: Mask, saves: Saves) -> Finding | None:
+def _worst_batch(found: Evidence, chosen: Mask) -> Finding | None:
     """One step far above the others, with inputs of another shape."""
     peaks = phase_peaks(found.run.trace, found.run.nest, found.run.line)
     work = np.isin(peaks.phase, (Phase.FORWARD, Phase.BACKWARD)) & (peaks.step != NONE)

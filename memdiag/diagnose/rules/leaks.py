@@ -22,7 +22,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     chosen = found.leaked
     graph = (found.role == Role.SAVED_ACTIVATIONS) | (found.role == Role.RECOMPUTED_ACTIVATIONS)
     in_graphs = found.bytes_of(chosen & graph)
-    since = found.step_ends()
+    since = found.kept_since()
     where = sites[0]
     evidence = [
         f"live memory at the end of a step grows by {format_bytes(round(rate))} per step, until the last",

@@ -21,13 +21,15 @@ def persistent(found: Evidence) -> Iterable[Finding]:
 
 def _state(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     size = found.bytes_of(chosen)
+    temporaries = found.role == Role.OPTIMIZER_TEMPORARIES
     return found.finding(
         Class.OPTIMIZER_STATE, "optimizer_state", f"The optimizer's state is {size / parameters:.1f} times the "
         "parameters", chosen,
         [f"{format_bytes(size)} of state for {format_bytes(found.bytes_of(found.role == Role.PARAMETERS))} of "
          "parameters", "it is there in every step, whatever the batch: checkpointing cannot lower it"],
-        [Advice("an optimizer with less state (SGD without momentum keeps none, Adafactor factors, 8-bit Adam a "
-                "quarter), or state that is sharded over ranks", None)])
+        [Advice("an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, which is the "
+                "most that can be had; factored or 8-bit state keeps a part, sharding over ranks a share",
+                found.saving(chosen | temporaries))])
 
 
 def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:

@@ -1,0 +1,111 @@
+"""What autograd saved, as rules ask of it: shapes, whether a backward ever read it, and whose forward it came from."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from memdiag.diagnose.model import Ints, Mask
+from memdiag.trace import NONE
+from memdiag.trace.model import GRAD_ON
+from memdiag.trace.nesting import span_rows
+from memdiag.trace.places import operator_names
+from memdiag.trace.view import View
+
+Shape = tuple[int, ...]
+
+# Softmax over the last dimension of a matrix, and the loss over classes: as ATen calls them.
+_SOFTMAX = ("aten::softmax", "aten::_softmax")
+_LOG_SOFTMAX = ("aten::log_softmax", "aten::_log_softmax", "aten::cross_entropy_loss", "aten::nll_loss")
+_ITEM_SIZES = (1, 2, 4, 8)  # a mask, half, single and double precision
+
+
+class Saves:
+    """The saves of a view whose allocation is known."""
+
+    def __init__(self, view: View) -> None:
+        trace = view.trace
+        saves = trace["saves"]
+        rows = np.flatnonzero(saves["allocation"] != NONE)
+        self._view = view
+        self._count = len(trace["allocations"]["bytes"])
+        self._id = saves["id"][rows]
+        self._allocation = saves["allocation"][rows]
+        self._span = span_rows(trace, saves["span"][rows])
+        self._step = view.nest.of(view.span_steps, self._span)
+        self._shape = saves["shape"][rows]
+        self._operator = operator_names(trace, view.nest, self._span)
+
+    # --- shapes -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def attention(self) -> list[Shape]:
+        """Shapes of softmaxes over square matrices with at least one dimension more."""
+        return [shape for shape in self._shapes(_SOFTMAX) if len(shape) >= 3 and shape[-1] == shape[-2]]
+
+    @cached_property
+    def logits(self) -> list[Shape]:
+        """Shapes of what goes into a loss over classes."""
+        return [shape for shape in self._shapes(_LOG_SOFTMAX) if len(shape) >= 2]
+
+    def _shapes(self, operators: Sequence[str]) -> list[Shape]:
+        trace = self._view.trace
+        wanted = [number for number in np.unique(self._operator) if trace.string(int(number)) in operators]
+        texts = np.unique(self._shape[np.isin(self._operator, wanted)])
+        return [tuple(int(n) for n in re.findall(r"\d+", trace.string(int(text)) or "")) for text in texts]
+
+    def alike(self, shapes: Sequence[Shape]) -> Mask:
+        """Allocations that have as many elements as one of the shapes, in a usual precision."""
+        sizes = sorted({math.prod(shape) * item for shape in shapes for item in _ITEM_SIZES})
+        return np.isin(self._view.trace["allocations"]["bytes"], sizes)
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _unpacked(self) -> Ints:
+        """When backward read each save, for the last time; NONE where it never did."""
+        ends = self._view.trace["save_ends"]
+        event = np.full(int(self._view.trace["saves"]["id"].max(initial=-1)) + 1, NONE, dtype=np.int64)
+        event[ends["save"]] = ends["unpacked_event"]
+        return event[self._id]
+
+    @cached_property
+    def never_read(self) -> Mask:
+        """Allocations that were saved for a backward which never came, though their step is over."""
+        over = np.isin(self._step, self._view.trace["steps"]["step"]) | (self._step == NONE)
+        some, read = np.zeros(self._count, dtype=bool), np.zeros(self._count, dtype=bool)
+        some[self._allocation] = True
+        read[self._allocation[(self._unpacked != NONE) | ~over]] = True
+        return some & ~read
+
+    @cached_property
+    def last_read(self) -> Ints:
+        """For each allocation, when backward last read it; NONE where it never did."""
+        last = np.full(self._count, NONE, dtype=np.int64)
+        np.maximum.at(last, self._allocation, self._unpacked)
+        return last
+
+    def calls(self, step: int) -> list[Mask]:
+        """What each outermost call saved that was made in a step, with gradients, of the module that was called most.
+
+        In order; masks are over allocations.
+        """
+        trace = self._view.trace
+        spans = trace["spans"]
+        outer = self._view.nest.of(self._view.nest.outer_module, self._span)
+        inside = (outer != NONE) & (self._step == step)
+        inside[inside] = spans["flags"][outer[inside]] & GRAD_ON != 0
+        rows = np.unique(outer[inside])
+        if not len(rows):
+            return []
+        names, number = np.unique(spans["name"][rows], return_counts=True)
+        masks = []
+        for row in rows[spans["name"][rows] == names[number.argmax()]]:
+            mask = np.zeros(self._count, dtype=bool)
+            mask[self._allocation[inside & (outer == row)]] = True
+            masks.append(mask)
+        return masks
