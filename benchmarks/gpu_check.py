@@ -320,9 +320,14 @@ def check_out_of_memory(checks: Checks, device: torch.device, path: Path) -> Tra
         checks.not_run(name, "all", "the host's memory is not to be filled: needs a CUDA device")
         return None
     trace, count = record(out_of_memory, device, path, expect_oom=True)
-    kinds = [trace.text[i] for i in trace["marks"]["kind"]]
-    checks.that(name, "noticed", "oom" in kinds, f"marks: {kinds}")
     where = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+    failed = summarize(trace).diagnosis.oom
+    checks.that(name, "noticed", failed is not None, "no request failed in the stream")
+    if failed is not None:
+        checks.that(name, "device", failed.device == where, f"{failed.device}, not {where}")
+        checks.that(name, "asked for", failed.requested_bytes == 1 << 30, f"{failed.requested_bytes} of {1 << 30} B")
+        checks.that(name, "reserved", (failed.reserved_bytes or 0) >= (failed.allocated_bytes or 0) > 0,
+                    f"{failed.reserved_bytes} reserved, {failed.allocated_bytes} allocated")
     peak = timeline(trace, where).peak_bytes
     checks.that(name, "peak", peak == count.peak[where], f"{peak:,} of {count.peak[where]:,} B")
     return trace

@@ -70,5 +70,45 @@ of equal shapes differ by a few per cent."""
 UNDETERMINED_SHARE = 0.5
 """Share of the peak without a class beyond which no class is named: it could be more than any other."""
 
+SCALING_SHARE = 0.05
+"""Share of the peak that a role must have for its scaling to be told: less would not change with the batch enough to
+matter."""
+
+SCALING_FIT = 0.05
+"""How far a role may lie from a straight line through the steps, of its highest, to scale with a dimension: the
+allocator's own rounding and a few fixed workspaces; what is quadratic lies farther off over a factor of 1.5."""
+
+RECOMPUTE_FREES = 0.05
+"""Share of the peak that checkpointed regions must free together to be worth having: the noise of a batch's size."""
+
+RECOMPUTE_TIME = 0.1
+"""Share of a step from which recomputation is a cost to speak of; checkpointing every block costs about a quarter."""
+
 REPORT_FINDINGS = 4
 """Findings in the text report: more than the first few are small by definition, and JSON has all."""
+
+LOOK_AGAIN = 1.5
+"""Growth of what is alive from one place, as a factor, after which the recorder looks again for who keeps it. A leak of
+equal parts is then looked at in steps 3, 5, 8, 12 and so on: early enough to name it, and a number of times that grows
+with the logarithm of the run."""
+
+WALK_COMPARISONS = 4_000_000_000
+"""Work that one walk of references may do: objects looked at, times objects looked for. It is about six seconds on a
+processor of today, and reached only by scripts with millions of objects; with 300,000, as usual, a walk takes two
+tenths of a second."""
+
+WALK_NODES = 300_000
+"""Nodes of autograd's graph that one walk visits: about half a second. A step of a large model has some thousands."""
+
+OOM_REMEDIES = 3
+"""Remedies named for a request that failed: the best ones; what frees less than three others is not tried first."""
+
+OOM_PLACES = 5
+"""Places of birth in the text report of what filled the memory: repeated blocks are one, and JSON has all."""
+
+COMPARED_LINES = 12
+"""Places in the text report of two runs compared, as many as of saved tensors; the rest is summed, and JSON has all."""
+
+COMPARED_SHARE = 0.01
+"""Share of the peak from which it matters to a comparison what one run has more: growth over its further steps, or a
+warm-up that stands above the later steps. As for UNKNOWN_SHARE, below it no conclusion would change."""

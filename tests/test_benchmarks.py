@@ -53,6 +53,13 @@ def test_long_run() -> None:
     assert len(row(output, "recorded")) == 4
 
 
+def test_leak_walk() -> None:
+    # GIVEN a process with some objects / WHEN who keeps what is looked for there
+    output = run("leak_walk", "--objects", "300000")
+    # THEN all is found
+    assert row(output, "30")[3:6] == ["100", "of", "100"]
+
+
 def test_gpu_check(tmp_path: Path) -> None:
     # GIVEN no device but the CPU / WHEN the check runs there
     output = run("gpu_check", "--device", "cpu", "--output", str(tmp_path), "--rounds", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from memdiag.diagnose.oom import out_of_memory
 from memdiag.record import inventory, machine
 from memdiag.record import marks as m
 from memdiag.record.consume import Consumer
 from memdiag.record.facts import SaveTimes
+from memdiag.record.failures import Request
 from memdiag.record.heap import Heap
 from memdiag.record.rows import Rows
-from memdiag.trace import Kind, Level, Phase, Trace
+from memdiag.trace import NONE, Kind, Level, Phase, Trace
 from memdiag.trace.model import SCHEMA, as_table
 from memdiag.trace.timeline import timeline
+from memdiag.trace.view import View
 
 MAIN, THREAD_0, THREAD_1 = 1, 7, 8  # the script's thread, and backward's thread of each device
 
@@ -65,9 +69,9 @@ class Stream:
         return event
 
 
-def read(roots: list[Event], entries: list[Any]) -> tuple[Trace, bool]:
+def read(roots: list[Event], entries: list[Any], failed: Sequence[Request] = ()) -> tuple[Trace, bool]:
     rows = Rows()
-    consumer = Consumer(rows, 0, accelerator=True)
+    consumer = Consumer(rows, 0, accelerator=True, failed_requests=lambda: list(failed))
     closed = consumer.chunk(Level.FULL, roots, entries, SaveTimes(), [])
     consumer.finish(10**9)
     tables = {
@@ -183,3 +187,32 @@ class TestDevices:
         # WHEN / THEN
         assert set(machine.device_names(["cpu", "cuda:0"])) == {"cpu"}
         assert machine.device_stats() == []
+
+
+def test_a_request_that_fails_on_a_backward_thread() -> None:
+    # GIVEN a backward whose node runs on a thread of its device and fails there
+    s = Stream()
+    line = s.mark(m.LINE, "/project/train.py:3", True)
+    line.children = [s.around("aten::mul", 5, MAIN, lambda: s.memory(0x1000, 512, "cuda:0"))]
+    start = s.mark(m.BACKWARD_START, s.now, "/project/train.py:4", False)
+    on_0 = s.around(node("MulBackward0"), 5, THREAD_0, lambda: s.around(
+        "aten::mul", -1, THREAD_0,
+        lambda: Event("[OutOfMemory]", s.tick(), s.now, THREAD_0, SimpleNamespace())))
+    end = s.mark(m.BACKWARD_END, s.now)
+    roots = [on_0, line, start, end, s.mark(m.CUT)]
+    # WHEN it is read
+    trace, _ = read(roots, s.entries, [Request(1 << 30, 4096, "cuda:0")])
+    oom = out_of_memory(View(trace))
+    # THEN it is placed in that node, with the line of the call and that of the forward
+    assert oom is not None
+    assert (oom.device, oom.requested_bytes, oom.reserved_bytes, oom.allocated_bytes) == ("cuda:0", 1 << 30, 4096, 512)
+    assert (oom.phase, oom.operator) == ("backward", "MulBackward0")
+    assert (oom.line, oom.forward_line) == ("/project/train.py:4", "/project/train.py:3")
+
+
+def test_a_request_whose_size_was_not_read() -> None:
+    s = Stream()
+    roots = [Event("[OutOfMemory]", s.tick(), s.now, MAIN, SimpleNamespace()), s.mark(m.CUT)]
+    trace, _ = read(roots, s.entries)
+    assert trace["out_of_memory"]["bytes"].tolist() == [NONE]
+    assert trace["out_of_memory"]["device"].tolist() == [NONE]

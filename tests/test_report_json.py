@@ -32,6 +32,7 @@ RUNNER_UP = {"allocated_bytes": NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEX
              "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "without": TEXT}
 GROWTH = {"bytes_per_step": MAYBE_NUMBER, "host_bytes_per_step": MAYBE_NUMBER, "sites": (list,)}
 SITE = {"operator": MAYBE_TEXT, "module": MAYBE_TEXT, "line": MAYBE_TEXT, "bytes_per_step": NUMBER}
+SCALING = {"role": TEXT, "by": TEXT, "bytes_per_unit": NUMBER, "fixed_bytes": NUMBER, "from": TEXT}
 VERDICT = {"class": TEXT, "classes": (list,), "phase": MAYBE_TEXT, "sentence": TEXT}
 CLASS_SHARE = {"class": TEXT, "bytes": NUMBER, "share": (float,)}
 FINDING = {"class": MAYBE_TEXT, "kind": TEXT, "title": TEXT, "severity": TEXT, "bytes": NUMBER, "share": (float,),
@@ -41,10 +42,20 @@ ROLES = {role.label: NUMBER for role in Role}
 FIELDS = {
     "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": (dict, type(None)),
     "roles_at_peak": (dict,), "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
-    "saved_earlier_bytes": MAYBE_NUMBER, "growth": (dict,), "scaling": NOTHING,
+    "saved_earlier_bytes": MAYBE_NUMBER, "growth": (dict,), "scaling": (list,),
     "reachable_by_checkpointing_bytes": MAYBE_NUMBER, "verdict": (dict,), "findings": (list,),
-    "oom": NOTHING, "not_seen": (list,),
+    "oom": (dict, type(None)), "not_seen": (list,),
 }
+OOM = {
+    "device": MAYBE_TEXT, "requested_bytes": MAYBE_NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEXT,
+    "module": MAYBE_TEXT, "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "forward_line": MAYBE_TEXT,
+    "allocated_bytes": MAYBE_NUMBER, "reserved_bytes": MAYBE_NUMBER, "free_bytes": MAYBE_NUMBER,
+    "outside_pytorch_bytes": MAYBE_NUMBER, "largest_hole_bytes": NOTHING, "remedies": (list,),
+    "roles": (dict, type(None)), "places": (list, type(None)), "earlier": (dict, type(None)), "failures": NUMBER,
+    "ended_run": TRUTH,
+}
+EARLIER = {"step": NUMBER, "warm_up": TRUTH, "operators": NUMBER, "of": NUMBER, "allocated_bytes": MAYBE_NUMBER}
+PLACE = {"module": MAYBE_TEXT, "operator": MAYBE_TEXT, "line": MAYBE_TEXT, "bytes": NUMBER}
 
 
 def check(value: dict[str, Any], fields: dict[str, tuple[type, ...]]) -> None:
@@ -74,6 +85,8 @@ def test_every_report_has_the_fields_and_types_of_the_contract(any_run: AnyRun) 
     check(report["verdict"], VERDICT)
     for row in report["growth"]["sites"]:
         check(row, SITE)
+    for row in report["scaling"]:
+        check(row, SCALING)
     for row in report["verdict"]["classes"]:
         check(row, CLASS_SHARE)
     for row in report["findings"]:
@@ -83,6 +96,24 @@ def test_every_report_has_the_fields_and_types_of_the_contract(any_run: AnyRun) 
     assert report["schema_version"] == 1
     assert sum(report["roles_at_peak"].values()) == report["peak"]["allocated_bytes"]
     assert {row["phase"] for row in report["phases"]} <= {phase.label for phase in Phase}
+
+
+def test_a_request_that_failed_has_the_fields_of_the_contract() -> None:
+    # GIVEN a whole step and one that fails
+    run = TraceBuilder()
+    for number in range(2):
+        with run.unfinished_step() if number else run.step(), run.phase(Phase.FORWARD), run.operator("aten::mul"):
+            run.allocate(4 << 20)
+            if number:
+                run.out_of_memory(1 << 30)
+    oom = report_of(run.build())["oom"]
+    check(oom, OOM)
+    check(oom["earlier"], EARLIER)
+    for row in oom["places"]:
+        check(row, PLACE)
+    for row in oom["remedies"]:
+        check(row, ADVICE)
+    assert sum(row["bytes"] for row in oom["places"]) == sum(oom["roles"].values()) == oom["allocated_bytes"]
 
 
 @pytest.mark.parametrize("trace", [
@@ -114,6 +145,7 @@ def test_nothing_of_the_trace_is_lost_between_light_and_full() -> None:
     assert [row["recorded"] for row in report_of(run.build())["steps"]] == ["full", "light"]
 
 
-@pytest.mark.parametrize("name", sorted({*FIELDS, *PEAK, *ROLES, *OUTSIDE, *PHASE, *STEP, *SAVED}))
+@pytest.mark.parametrize("name", sorted({
+    *FIELDS, *PEAK, *ROLES, *OUTSIDE, *PHASE, *STEP, *SAVED, *OOM, *EARLIER, *PLACE}))
 def test_every_field_is_documented(name: str) -> None:
     assert re.search(rf"`(peak\.)?{name}`", DOCUMENT)

@@ -207,6 +207,18 @@ class TraceBuilder:
         self._rows["marks"].append(
             {"event": self.events, "kind": self.text(kind), "text": self.text(text), "bytes": bytes})
 
+    def out_of_memory(self, size: int, *, device: str | None = None, line: str | None = None,
+                      caller: str | None = None, reserved: int = NONE, light: tuple[int, Phase] | None = None) -> None:
+        """A request fails, in the innermost open span; in a step of light recording that ``light`` names."""
+        step, phase = light or (self.next_step(), Phase.FORWARD)
+        device = device or self._devices[0]
+        self._rows["out_of_memory"].append({
+            "event": self.events, "time_ns": self._tick(), "device": self._devices.index(device), "bytes": size,
+            "allocated": self.live_bytes(device), "reserved": reserved, "step": step, "phase": phase,
+            "span": self._open[-1]["id"] if self._open and light is None else NONE, "line": self.text(line),
+            "kernel": NONE, "caller": self.text(caller),
+        })
+
     # ---- the result
 
     def text(self, string: str | None) -> int:

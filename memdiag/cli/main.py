@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from memdiag import __version__
+from memdiag.cli.compare import compare
 from memdiag.cli.diagnose import diagnose
 from memdiag.cli.plot import plot
 from memdiag.cli.profile import profile
@@ -45,6 +46,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(profile)
 cli.add_command(report)
 cli.add_command(diagnose)
+cli.add_command(compare)
 cli.add_command(plot)
 
 

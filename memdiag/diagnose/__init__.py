@@ -1,6 +1,10 @@
 """What a run is short of, and why: rules, findings, and the verdict chosen from them."""
 
+from memdiag.diagnose.compare import ComparedLine, Comparison, compare
 from memdiag.diagnose.diagnose import diagnose
-from memdiag.diagnose.model import Advice, Class, Diagnosis, Finding, Growth, RunnerUp, Severity, Verdict
+from memdiag.diagnose.model import Advice, Class, Diagnosis, Earlier, Finding, Growth, Oom, RunnerUp, Severity, Verdict
 
-__all__ = ["Advice", "Class", "Diagnosis", "Finding", "Growth", "RunnerUp", "Severity", "Verdict", "diagnose"]
+__all__ = [
+    "Advice", "Class", "ComparedLine", "Comparison", "Diagnosis", "Earlier", "Finding", "Growth", "Oom", "RunnerUp",
+    "Severity", "Verdict", "compare", "diagnose",
+]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Class, ClassShare, Diagnosis, Finding, Growth, RunnerUp, Severity, Verdict
+from memdiag.diagnose.model import Class, ClassShare, Diagnosis, Finding, Growth, Oom, RunnerUp, Severity, Verdict
+from memdiag.diagnose.oom import out_of_memory
 from memdiag.diagnose.rules import RULES
 from memdiag.diagnose.rules.host import host_growth
+from memdiag.diagnose.scaling import scaling
 from memdiag.policy import SHORTAGE_BYTES, UNDETERMINED_SHARE
 from memdiag.trace.view import View
 from memdiag.units import format_bytes
@@ -13,25 +17,27 @@ from memdiag.units import format_bytes
 
 def diagnose(run: View) -> Diagnosis:
     """Diagnoses a run. Pure: the same trace gives the same diagnosis."""
-    at = run.of_peak
+    at, oom = run.of_peak, out_of_memory(run)
     if at is None:
         why = "the events of the peak's step were not kept: record that step in full with --steps"
         verdict = Verdict(Class.UNDETERMINED, [], run.worst.phase.label if run.worst.phase else None, why)
-        return Diagnosis(verdict, [], Growth(None, None, []), None, None)
+        return Diagnosis(verdict, [], Growth(None, None, []), [], None, None, oom)
     found = Evidence(run, at)
     findings = [finding for rule in RULES for finding in rule(found)]
     small = found.peak_bytes < SHORTAGE_BYTES
     if small:
-        findings = [finding for finding in findings if finding.cls in (Class.LEAK, Class.HOST_MEMORY)]
+        findings = [finding for finding in findings if finding.cls in (None, Class.LEAK, Class.HOST_MEMORY)]
     findings.sort(key=lambda finding: (_ALWAYS_FIRST.get(finding.cls, len(_ALWAYS_FIRST)), -finding.bytes))
     host = host_growth(found)
     growth = found.growing.growth
     return Diagnosis(
-        verdict=_verdict(found, findings, small),
+        verdict=_without_memory(_verdict(found, findings, small), oom),
         findings=findings,
         growth=Growth(growth.bytes_per_step, None if host is None else host[0], growth.sites),
+        scaling=scaling(found),
         runner_up=_runner_up(found, findings),
         reachable_bytes=found.saving(found.reachable),
+        oom=oom,
     )
 
 
@@ -56,6 +62,17 @@ def _verdict(found: Evidence, findings: list[Finding], small: bool) -> Verdict:
     shares = [ClassShare(c, size, size / found.peak_bytes) for c, size in by_class.items() if size]
     shares.sort(key=lambda share: (share.cls is not cls, -share.bytes))
     return Verdict(cls, shares, phase, _sentence(found, cls, first, phase))
+
+
+def _without_memory(verdict: Verdict, oom: Oom | None) -> Verdict:
+    """A run that died for want of memory was short of it, however little was alive."""
+    if verdict.cls is not Class.NONE or oom is None or not oom.ended_run:
+        return verdict
+    asked = "a request" if oom.requested_bytes is None else f"a request of {format_bytes(oom.requested_bytes)}"
+    where = f" at {oom.line}" if oom.line else ""
+    return replace(verdict, cls=Class.UNDETERMINED, sentence=(
+        f"Undetermined: the run ended by {asked}{where} that could not be met, while little was alive: what was asked "
+        "for is the shortage."))
 
 
 def _sentence(found: Evidence, cls: Class, first: Finding | None, phase: str | None) -> str:

@@ -37,16 +37,18 @@ class Evidence:
     Attributes:
         run: the view of the whole run.
         at: the view that holds the events around the peak: the run's, or that of its highest light step.
-        event: the event that made the peak, in ``at``.
+        event: the event that made the peak, in ``at``; or another one to look at instead, where one is given.
         peak_bytes: live then.
         size: bytes of each allocation; 0 where it is not of the device's allocator.
         alive: whether it was live at the peak.
         role: what it was then; for others, what it was at first.
     """
 
-    def __init__(self, run: View, at: View) -> None:
+    def __init__(self, run: View, at: View, event: int | None = None) -> None:
         self.run, self.at = run, at
         self.event, self.peak_bytes = run.worst.event, run.worst.bytes
+        if event is not None:
+            self.event, self.peak_bytes = event, at.live_after(event)
         self.size: Ints = np.where(at.mine, at.trace["allocations"]["bytes"], 0)
         self.alive: Mask = at.mine & (at.life.born <= self.event) & (at.life.died > self.event)
         everything = np.arange(len(self.size), dtype=np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
 from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
-from memdiag.trace.model import Trace
+from memdiag.trace.model import GARBAGE, Trace
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
@@ -23,11 +23,13 @@ class Growing:
         leaks: over the run's allocations, those that survive at growing places; an optimizer's own state, which its
             own bounds limit, is growth and no leak.
         leak_sites: the places of the leaks.
+        cycles: those that survive at growing places in reference cycles, until the garbage collector comes by.
     """
 
     growth: Growth
     leaks: Mask
     leak_sites: list[Site]
+    cycles: Mask
 
 
 def growing(run: View) -> Growing:
@@ -42,7 +44,7 @@ def growing(run: View) -> Growing:
     ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
     nothing = np.zeros(len(run.life.born), dtype=bool)
     if len(ends) <= GROWTH_BIRTHS:
-        return Growing(Growth(None, None, []), nothing, [])
+        return Growing(Growth(None, None, []), nothing, [], nothing)
     first = np.searchsorted(ends, run.life.born, side="right")
     last = np.searchsorted(ends, run.life.died, side="right")
     size = trace["allocations"]["bytes"]
@@ -56,14 +58,15 @@ def growing(run: View) -> Growing:
     found = np.flatnonzero(rates > 0)
     found = found[np.argsort(-rates[found], kind="stable")]
     state = run.roles.of(survives, run.life.died[survives] - 1) == Role.OPTIMIZER_STATE
-    bounded = np.zeros(len(keys), dtype=bool)
+    bounded, garbage = np.zeros(len(keys), dtype=bool), _garbage(trace, survives, site, len(keys))
     bounded[site[state]] = True
-    leaks = nothing.copy()
-    leaks[survives[np.isin(site, found) & ~bounded[site]]] = True
+    leaks, cycles = nothing.copy(), nothing.copy()
+    leaks[survives[np.isin(site, found) & ~(bounded | garbage)[site]]] = True
+    cycles[survives[np.isin(site, found) & garbage[site]]] = True
     places = [_place(trace, keys[number]) for number in found]
     sites = [Site(p.operator, p.module, p.line, float(rates[number])) for p, number in zip(places, found, strict=True)]
-    leak_sites = [place for place, number in zip(sites, found, strict=True) if not bounded[number]]
-    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites)
+    leak_sites = [place for place, number in zip(sites, found, strict=True) if not (bounded | garbage)[number]]
+    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles)
 
 
 def _sites(trace: Trace, run: View, allocations: Ints) -> tuple[Ints, Ints]:
@@ -77,6 +80,25 @@ def _sites(trace: Trace, run: View, allocations: Ints) -> tuple[Ints, Ints]:
     ], axis=1)
     keys, site = np.unique(key, axis=0, return_inverse=True)
     return site.reshape(-1), keys
+
+
+def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
+    """Places of which the recorder looked at something that survives, and found all of it in reference cycles alone.
+
+    It looks at the largest places. Where nothing that it looked at is held otherwise, the small ones are the same.
+    """
+    holders = trace["holders"]
+    of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
+    of_site[allocations] = site
+    # Of several looks at one allocation the last counts.
+    last = {allocation: root for allocation, root in zip(
+        holders["allocation"].tolist(), holders["root"].tolist(), strict=True) if allocation != NONE}
+    looked, held = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
+    for allocation, root in last.items():
+        if of_site[allocation] != NONE:
+            looked[of_site[allocation]] = True
+            held[of_site[allocation]] |= trace.string(root) != GARBAGE
+    return looked & ~held if held.any() else np.full(sites, bool(looked.any()))
 
 
 def _place(trace: Trace, key: Ints) -> Place:

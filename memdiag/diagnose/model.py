@@ -8,6 +8,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from memdiag.trace.places import Place
+
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
@@ -137,6 +139,24 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How bytes of a role at the peak follow a dimension of the inputs.
+
+    Attributes:
+        by: "batch" for the first dimension of the first input, "sequence" for its second.
+        bytes_per_unit: more for each unit, near the size that was seen.
+        fixed_bytes: what does not follow it.
+        source: "measured" over steps of different shapes, or told by the "shapes" of what was saved.
+    """
+
+    role: str
+    by: str
+    bytes_per_unit: int
+    fixed_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
 class RunnerUp:
     """The peak that would be left without what the leading finding is about."""
 
@@ -150,16 +170,81 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """How far the step had come, measured by a step before it that was whole.
+
+    Attributes:
+        step: that one; ``warm_up`` where it is the first.
+        operators: outermost operators, and nodes of backward, that the failing step had begun; ``of`` are those of
+            the other.
+        allocated_bytes: what was alive at the same point of the other; None where the two had come another way.
+    """
+
+    step: int
+    warm_up: bool
+    operators: int
+    of: int
+    allocated_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Oom:
+    """A request that failed. What is not known is None.
+
+    Attributes:
+        requested_bytes: as the allocator rounds them.
+        step: None outside steps.
+        module, operator: as of an allocation; in backward the module is that whose forward is undone.
+        line: that was running; in backward that of the call of ``backward``, where no Python code ran inside it.
+        forward_line: in backward, of the operator that was being undone.
+        allocated_bytes: alive in the allocator then.
+        reserved_bytes: of the device, taken by the allocator then, free blocks included.
+        free_bytes: of the device then, by what others had at the end of the step before.
+        outside_pytorch_bytes: of the device, in use by others at the end of the step before.
+        largest_hole_bytes: the largest free block.
+        remedies: what would have helped, best first, each with the bytes that it frees at this moment.
+        roles: bytes alive by role; None where the step's events were folded away.
+        places: the same by place of birth, largest first.
+        earlier: None where no step before was recorded in full, or the request was made outside operators.
+        failures: requests of the run that failed; this is the last.
+        ended_run: the script went on after it where not.
+    """
+
+    device: str | None
+    requested_bytes: int | None
+    step: int | None
+    phase: str | None
+    module: str | None
+    operator: str | None
+    line: str | None
+    forward_line: str | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    free_bytes: int | None
+    outside_pytorch_bytes: int | None
+    largest_hole_bytes: int | None
+    remedies: list[Advice]
+    roles: dict[str, int] | None
+    places: dict[Place, int] | None
+    earlier: Earlier | None
+    failures: int
+    ended_run: bool
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """All that is diagnosed of a run.
 
     Attributes:
         reachable_bytes: saved activations inside modules at the peak: an upper bound of what checkpointing could
             free. None where the peak's events were folded away.
+        oom: the last request that failed for want of memory; None where none did.
     """
 
     verdict: Verdict
     findings: list[Finding]
     growth: Growth
+    scaling: list[Scaling]
     runner_up: RunnerUp | None
     reachable_bytes: int | None
+    oom: Oom | None = None

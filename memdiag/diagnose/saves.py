@@ -37,6 +37,7 @@ class Saves:
         self._allocation = saves["allocation"][rows]
         self._span = span_rows(trace, saves["span"][rows])
         self._step = view.nest.of(view.span_steps, self._span)
+        self._packed = saves["packed_event"][rows]
         self._shape = saves["shape"][rows]
         self._operator = operator_names(trace, view.nest, self._span)
 
@@ -56,12 +57,21 @@ class Saves:
         trace = self._view.trace
         wanted = [number for number in np.unique(self._operator) if trace.string(int(number)) in operators]
         texts = np.unique(self._shape[np.isin(self._operator, wanted)])
-        return [tuple(int(n) for n in re.findall(r"\d+", trace.string(int(text)) or "")) for text in texts]
+        return [self._dimensions(int(text)) for text in texts]
 
     def alike(self, shapes: Sequence[Shape]) -> Mask:
         """Allocations that have as many elements as one of the shapes, in a usual precision."""
         sizes = sorted({math.prod(shape) * item for shape in shapes for item in _ITEM_SIZES})
         return np.isin(self._view.trace["allocations"]["bytes"], sizes)
+
+    def shapes_of(self, chosen: Mask) -> tuple[Ints, list[Shape]]:
+        """Of chosen allocations, those that were saved, each with the shape of its first save."""
+        allocations, first = np.unique(self._allocation, return_index=True)
+        mine = chosen[allocations]
+        return allocations[mine], [self._dimensions(int(text)) for text in self._shape[first[mine]]]
+
+    def _dimensions(self, text: int) -> Shape:
+        return tuple(int(n) for n in re.findall(r"\d+", self._view.trace.string(text) or ""))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -75,8 +85,14 @@ class Saves:
 
     @cached_property
     def never_read(self) -> Mask:
-        """Allocations that were saved for a backward which never came, though their step is over."""
+        """Allocations that were saved for a backward which never came, though their step is over.
+
+        Where a step ran out of memory its backward could not come.
+        """
         over = np.isin(self._step, self._view.trace["steps"]["step"]) | (self._step == NONE)
+        failures = self._view.trace["out_of_memory"]
+        for step in np.unique(failures["step"]).tolist():
+            over &= (self._step != step) | (self._packed > failures["event"][failures["step"] == step].max())
         some, read = np.zeros(self._count, dtype=bool), np.zeros(self._count, dtype=bool)
         some[self._allocation] = True
         read[self._allocation[(self._unpacked != NONE) | ~over]] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch._C._profiler import _TensorMetadata as TensorMetadata
 
 from memdiag.record import marks as m
 from memdiag.record.facts import ModuleCall, Saved, SaveTimes
+from memdiag.record.failures import EVENT as OUT_OF_MEMORY
+from memdiag.record.failures import Request
 from memdiag.record.fold import Fold
 from memdiag.record.heap import Birth, Heap
 from memdiag.record.loopstate import ENTERS, LoopState
@@ -44,10 +47,12 @@ class _Place:
 class Consumer:
     """Reads chunks in order and keeps what must be known across them: live memory, the step, the phase."""
 
-    def __init__(self, rows: Rows, start_ns: int, accelerator: bool) -> None:
+    def __init__(
+        self, rows: Rows, start_ns: int, accelerator: bool, failed_requests: Callable[[], list[Request]] = list
+    ) -> None:
         self._rows = rows
         self._new_span = count().__next__
-        self.heap = Heap(rows)
+        self.heap = Heap(rows, failed_requests)
         self.loop = LoopState(rows, self._new_span, start_ns)
         self._accelerator = accelerator
         self._fold = Fold(rows, self.heap, self.loop, accelerator)
@@ -169,6 +174,8 @@ class Consumer:
                     place.line = elsewhere.line = self._rows.intern(entry[2])
                     if kind == m.BACKWARD_START:
                         self._graph_of_backward = entry[3]
+                        if entry[3]:
+                            loop.graph_backward(entry[1], entry[2])
                     loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns)
                 elif kind == m.STEP_END:
                     entry[2].read = not entry[2].closes
@@ -181,7 +188,10 @@ class Consumer:
                     loop.leave(heap.next_event, event.start_time_ns)
                 continue
             if code == _OOM:
-                heap.out_of_memory()
+                at = place.operator if place.operator != NONE else place.span
+                heap.out_of_memory(
+                    event.start_time_ns, loop.step, loop.phase,
+                    Birth(at if at != NONE else loop.span, place.line, kernel, place.span == NONE), elsewhere.line)
                 continue
             self._container(code, name_id, event, place, kernel, todo)
         self.events_read += read
@@ -198,7 +208,7 @@ class Consumer:
             return _MARK, NONE  # each has a name of its own: not worth keeping
         if name == "[memory]":
             code, text = _MEMORY, None
-        elif name == "[OutOfMemory]":
+        elif name == OUT_OF_MEMORY:
             code, text = _OOM, None
         elif name.startswith(_NODE_PREFIX):
             code, text = _NODE, name[len(_NODE_PREFIX):]
@@ -232,11 +242,15 @@ class Consumer:
         self._rows["spans"].append(row)
         todo.append((row, None, event.end_time_ns))
         if at_top and read and not loop.in_backward:
-            if name[-1] == "_" and not loop.nested and heap.has_role(read[0], Role.PARAMETERS):
-                loop.parameter_written(heap.next_event, start_ns)
-                self.writers.add(place.line)
+            if name[-1] == "_" and not loop.nested:
+                if heap.has_role(read[0], Role.PARAMETERS):
+                    loop.parameter_written(heap.next_event, start_ns)
+                    self.writers.add(place.line)
+                heap.written(read[0], read[1:])
             since = heap.next_id
             todo.append((lambda: heap.made_from(since, read, name in _COPIES), None, NONE))
+        if place.again and read and name[-1] == "_":
+            heap.replayed(read[0])
         if name.startswith("c10d::") and loop.in_backward:
             heap.exchanges_gradients(read, name)
         inner = _Place(place.span, span, place.line, place.node)
@@ -297,7 +311,7 @@ class Consumer:
             self._rows["spans"].append(row)
 
         todo.append((end, None, NONE))
-        return _Place(row[0], NONE, row[9], NONE)
+        return _Place(row[0], NONE, row[9], NONE, call.recompute)
 
     def _container(
         self, code: int, name_id: int, event: Any, place: _Place, kernel: int, todo: list[Any]
@@ -321,6 +335,9 @@ class Consumer:
             Kind.NODE if code == _NODE else Kind.FUNCTION, name_id, self.heap.next_event, 0, event.start_time_ns, 0, 0,
             line, NONE, sequence, NONE, 0, forward,
         ]
+        if code == _CONTAINER and sequence >= 0 and (
+                event.start_tid == self._own_thread or sequence not in self._forward):
+            self._forward[sequence] = row[0], line
         self._rows["spans"].append(row)
         todo.append((row, None, event.end_time_ns))
         inner = _Place(row[0], NONE, line, node)
@@ -335,7 +352,7 @@ class Consumer:
             for number in range(sequence, max(sequence - 16, -1), -1):
                 found = self._forward.get(number)
                 if found is not None:
-                    return found
+                    return found[0], found[1] if found[1] != NONE else line
         return NONE, line
 
     def _step_ends(self, end: Any, time_ns: int) -> None:
@@ -361,6 +378,7 @@ class Consumer:
         Returns:
             The events of the highest light step, as rows of a trace of its own; None where a full step was higher.
         """
+        self._rows["save_ends"].extend((save, event, NONE) for save, event in self._unpacked.items())
         self._fold.finish()
         self.loop.finish(self.heap.next_event, time_ns)
         return self._fold.highest_step(self._rows)

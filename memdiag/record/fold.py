@@ -7,7 +7,8 @@ from itertools import count
 from typing import Any
 
 from memdiag.record import marks as m
-from memdiag.record.heap import Heap, Live
+from memdiag.record.failures import EVENT as OUT_OF_MEMORY
+from memdiag.record.heap import UNRECORDED, Heap, Live
 from memdiag.record.loopstate import ENTERS, LoopState
 from memdiag.record.marks import Entry
 from memdiag.record.rows import Rows
@@ -57,8 +58,8 @@ class Fold:
             while at < len(moments) and moments[at][0] <= time:
                 self._moment(moments[at][1])
                 at += 1
-            if event.name == "[OutOfMemory]":
-                self._heap.out_of_memory()
+            if event.name == OUT_OF_MEMORY:
+                self._heap.out_of_memory(time, self._loop.step, self._loop.phase, UNRECORDED, NONE)
                 continue
             self._memory(event, time)
         for _, entry in moments[at:]:
@@ -103,6 +104,8 @@ class Fold:
             if entry[2].closes:
                 self._step_ends(entry[2], time)
         elif kind in ENTERS:
+            if kind == m.BACKWARD_START and entry[3]:
+                loop.graph_backward(time, entry[2])
             loop.enter(ENTERS[kind], event, time)
         else:
             loop.leave(event, time)

@@ -25,22 +25,29 @@ _MOST_CODES = 50_000  # scripts may make code as they go
 
 def _rank(code: CodeType) -> int:
     """How much a line of this code tells a user: their own code most, a library's some, the machinery nothing."""
-    name = code.co_filename
-    if name.startswith("<frozen") or name in ("<string>", "<stdin>"):
-        rank = _HIDDEN
-    elif name.startswith((_OWN, _TORCH)):
-        rank = _HIDDEN
-    elif name.startswith(_PACKAGES):
-        rank = _LIBRARY
-    elif name.startswith(_STDLIB):
-        rank = _HIDDEN
-    else:
-        rank = _USER
+    rank = _rank_of(code.co_filename)
     if len(_seen) >= _MOST_CODES:
         _seen.clear()
         _texts.clear()
     _seen[id(code)] = rank, code
     return rank
+
+
+def _rank_of(file: str) -> int:
+    if file.startswith("<frozen") or file in ("<string>", "<stdin>"):
+        return _HIDDEN
+    if file.startswith((_OWN, _TORCH)):
+        return _HIDDEN
+    if file.startswith(_PACKAGES):
+        return _LIBRARY
+    if file.startswith(_STDLIB):
+        return _HIDDEN
+    return _USER
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's, nor the standard library's, nor an installed package's, nor ours."""
+    return _rank_of(file) == _USER
 
 
 def user_line(frame: FrameType | None) -> str | None:
@@ -73,6 +80,11 @@ def _text(code: CodeType, line: int) -> str:
 def in_torch(code: CodeType) -> bool:
     """Whether code belongs to torch itself."""
     return code.co_filename.startswith(_TORCH)
+
+
+def is_ours(code: CodeType) -> bool:
+    """Whether code belongs to this package."""
+    return code.co_filename.startswith(_OWN)
 
 
 _torchs: dict[type, bool] = {}

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memdiag.record.facts import Claim
+from memdiag.record.failures import UNKNOWN, Request
 from memdiag.record.rows import Rows
-from memdiag.trace import NONE, Pool, Role
-from memdiag.trace.model import UNSEEN
+from memdiag.trace import NONE, Phase, Pool, Role
+from memdiag.trace.model import REPLAYED, UNSEEN
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
+
+
+class Birth(NamedTuple):
+    """Where an allocation was born: span, line and kernel as in the table of allocations.
+
+    Attributes:
+        loose: outside modules and backward, so that it says little of what the allocation is.
+    """
+
+    span: int
+    line: int
+    kernel: int
+    loose: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -21,9 +36,10 @@ class Live:
     Attributes:
         id: its row in the trace; NONE while light recording has not yet written one.
         step: that it was born in.
-        loose: born outside modules and backward, so that its birth says little of what it is.
+        birth: where it was born.
         saved: kept by autograd, with a history.
         sources: addresses that the script's own operator read to make it.
+        mirrors: buffers, itself included, that the script writes gradients into and that it is or was made from.
         claims: role -> (name, proof, from birth).
     """
 
@@ -33,19 +49,11 @@ class Live:
     pool: Pool
     time_ns: int
     step: int
-    loose: bool
+    birth: Birth
     saved: bool = False
     sources: tuple[int, ...] = ()
+    mirrors: tuple[Live, ...] = ()
     claims: dict[Role, tuple[str | None, str, bool]] = field(default_factory=dict)
-
-
-class Birth(NamedTuple):
-    """Where an allocation was born: span, line and kernel as in the table of allocations."""
-
-    span: int
-    line: int
-    kernel: int
-    loose: bool
 
 
 UNRECORDED = Birth(NONE, NONE, NONE, True)
@@ -54,6 +62,9 @@ UNRECORDED = Birth(NONE, NONE, NONE, True)
 class Heap:
     """Live allocations, numbered as rows of the trace.
 
+    Args:
+        failed_requests: of the current chunk, in order of time.
+
     Attributes:
         devices: names by index.
         next_event: the number that the next memory event gets.
@@ -61,8 +72,10 @@ class Heap:
         peak_bytes: the most that any one device's allocator held at once; ``full_peak_bytes`` while all was recorded.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, failed_requests: Callable[[], list[Request]] = list) -> None:
         self._rows = rows
+        self._failed_requests = failed_requests
+        self._failed: Iterator[Request] | None = None
         self.devices: list[str] = []
         self._index: dict[str, int] = {}
         self.next_event = 0
@@ -74,9 +87,12 @@ class Heap:
         self._times: list[int] = []  # of this chunk's events
         self._first = 0  # the first of them
         self._marks = 0
+        self._replayed: set[str] = set()  # buffers that a recomputation wrote to
+        self._mirrored = False  # the script writes gradients into buffers of its own
 
     def new_chunk(self) -> None:
         self._times, self._first = [], self.next_event
+        self._failed = None
 
     def event_at(self, time_ns: int) -> int:
         """The number of memory events before a moment of this chunk."""
@@ -138,18 +154,22 @@ class Heap:
     def _comes(
         self, address: int, size: int, device: str, pool: Pool, time_ns: int, step: int, birth: Birth
     ) -> Live:
-        index = self._index.get(device)
-        if index is None:
-            index = self._index[device] = len(self.devices)
-            self.devices.append(device)
-            self._live.append(0)
-            self._total.append(None)
-        live = self._at[address] = Live(NONE, size, index, pool, time_ns, step, birth.loose)
+        index = self._device(device)
+        live = self._at[address] = Live(NONE, size, index, pool, time_ns, step, birth)
         if pool is Pool.ALLOCATOR:
             now = self._live[index] = self._live[index] + size
             if now > self.peak_bytes:
                 self.peak_bytes = now
         return live
+
+    def _device(self, name: str) -> int:
+        index = self._index.get(name)
+        if index is None:
+            index = self._index[name] = len(self.devices)
+            self.devices.append(name)
+            self._live.append(0)
+            self._total.append(None)
+        return index
 
     def _row(self, address: int, live: Live, event: int, birth: Birth) -> None:
         live.id = self.next_id
@@ -210,9 +230,20 @@ class Heap:
             self._marks += 1
             self._rows["marks"].append((self.next_event, self._rows.intern(UNSEEN), self._rows.intern(text), size))
 
-    def out_of_memory(self) -> None:
-        self._rows["marks"].append((
-            self.next_event, self._rows.intern("oom"), self._rows.intern("the device ran out of memory"), 0))
+    def out_of_memory(self, time_ns: int, step: int, phase: Phase, birth: Birth, caller: int) -> None:
+        """An event of the stream: an allocator had no memory for a request.
+
+        Args:
+            birth: where the allocation would have been born.
+            caller: number of the line of the backward call or optimizer step around it.
+        """
+        if self._failed is None:
+            self._failed = iter(self._failed_requests())
+        request = next(self._failed, UNKNOWN)
+        device = NONE if request.device is None else self._device(request.device)
+        self._rows["out_of_memory"].append((
+            self.next_event, time_ns, device, request.bytes, NONE if device == NONE else self._live[device],
+            request.reserved, step, phase, birth.span, birth.line, birth.kernel, caller))
 
     # --- what it is --------------------------------------------------------------------------------------------
 
@@ -249,7 +280,7 @@ class Heap:
         if role is Role.INPUTS:
             for address in live.sources:
                 source = self._at.get(address)
-                if source is not None and source.loose and not source.saved and not source.claims:
+                if source is not None and source.birth.loose and not source.saved and not source.claims:
                     self.say(source, Role.INPUTS, None, "what an input was made from")
 
     def _claim_row(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool) -> None:
@@ -273,8 +304,40 @@ class Heap:
             if live.id < since_id:
                 break
             live.sources = sources
+            if self._mirrored:
+                live.mirrors = tuple({id(m): m for a in sources if a in self._at for m in self._at[a].mirrors}.values())
             if copy and any(self.has_role(address, Role.INPUTS) for address in sources):
                 self.say(live, Role.INPUTS, None, "a copy of an input")
+
+    def written(self, target_address: int, sources: tuple[int, ...]) -> None:
+        """The script's own operator wrote in place, having read ``sources``.
+
+        A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before); if
+        parameters are then updated from it, it is an optimizer's state.
+        """
+        target = self._at.get(target_address)
+        read = [self._at[address] for address in sources if address in self._at]
+        if target is None:
+            return
+        if Role.PARAMETERS in target.claims:
+            for buffer in {id(m): m for live in read for m in live.mirrors}.values():
+                self.say(buffer, Role.OPTIMIZER_STATE, None, "the script updates the parameters from it")
+        elif (
+            target.birth.loose and not target.saved and target.claims.keys() <= {Role.HELD}
+            and any(Role.GRADIENTS in live.claims for live in read)
+        ):
+            self._mirrored = True
+            target.mirrors = (target,)
+            self.say(target, Role.GRADIENTS, None, "the script writes gradients into it")
+
+    def replayed(self, address: int) -> None:
+        """A forward that runs again for a checkpoint wrote in place: where that is a module's state, it is told."""
+        live = self._at.get(address)
+        if live is not None and Role.BUFFERS in live.claims:
+            name = live.claims[Role.BUFFERS][0] or "a buffer"
+            if name not in self._replayed:
+                self._replayed.add(name)
+                self._rows["marks"].append((self.next_event, self._rows.intern(REPLAYED), self._rows.intern(name), 0))
 
     def gradient_arrives(self, address: int | None) -> None:
         """A storage was handed to AccumulateGrad: it becomes a parameter's gradient, or is added to it."""
@@ -293,5 +356,5 @@ class Heap:
         """Live allocations that only a look at who holds them can explain, by address."""
         return {
             address: live for address, live in self._at.items()
-            if live.loose and not live.saved and not live.claims and live.pool is Pool.ALLOCATOR
+            if live.birth.loose and not live.saved and not live.claims and live.pool is Pool.ALLOCATOR
         }

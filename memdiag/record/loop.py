@@ -46,6 +46,7 @@ class Loop:
         self._backward = 0
         self._optimizer = 0
         self._stepped = False
+        self._stepping: weakref.ref[Optimizer] | None = None
         self._undo: list[Callable[[], None]] = []
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -134,6 +135,7 @@ class Loop:
         if self._optimizer > 1:  # super().step()
             return None
         self._stepped = True
+        self._stepping = weakref.ref(optimizer)
         self.steps.optimizer_begins(optimizer)
         self._claim_parameters(optimizer)
         self._marks.instant(m.OPTIMIZER_START, user_line(sys._getframe(1)))
@@ -147,6 +149,7 @@ class Loop:
         if self._optimizer == 0:
             self._lines.quiet = False
             self._claim_state(optimizer)
+            self._stepping = None
             self._marks.instant(m.OPTIMIZER_END)
             self.mark_step_end(self.steps.optimizer_ended(optimizer))
 
@@ -198,8 +201,17 @@ class Loop:
         while self._optimizer > running:
             self._optimizer -= 1
             if self._optimizer == 0:
-                self._lines.quiet = False
-                self._marks.instant(m.OPTIMIZER_END)
+                self.broken_off()
+
+    def broken_off(self) -> None:
+        """An optimizer's step, if one was going on, has ended in an exception: it may have made state before."""
+        if self._stepping is None:
+            return
+        optimizer, self._stepping = self._stepping(), None
+        self._lines.quiet = False
+        if optimizer is not None:
+            self._claim_state(optimizer)
+        self._marks.instant(m.OPTIMIZER_END)
 
     @plain
     def _claim_parameters(self, optimizer: Optimizer) -> None:

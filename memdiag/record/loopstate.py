@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from memdiag.record import marks as m
@@ -11,6 +12,8 @@ from memdiag.trace import NONE, Kind, Level, Phase
 
 ENTERS = {m.BACKWARD_START: Phase.BACKWARD, m.OPTIMIZER_START: Phase.OPTIMIZER, m.CLOSURE_START: Phase.FORWARD}
 """The phase that each kind of mark begins."""
+
+_MOST_GRAPH_BACKWARDS = 10_000  # changes of line that are kept
 
 
 class LoopState:
@@ -34,6 +37,16 @@ class LoopState:
         self._grad = self._update_grad = True  # gradients were on in the last line, and in the update's
         self._enclosing: list[Phase] = []
         self.level = Level.FULL
+        self._graph_backwards: deque[tuple[int, str | None]] = deque(maxlen=_MOST_GRAPH_BACKWARDS)
+
+    def graph_backward(self, ns: int, line: str | None) -> None:
+        """A backward begins that makes a graph of its own."""
+        if not self._graph_backwards or self._graph_backwards[-1][1] != line:
+            self._graph_backwards.append((ns, line))
+
+    def graph_backward_before(self, ns: int) -> str | None:
+        """The line of the last backward before a moment that made a graph."""
+        return next((line for start, line in reversed(self._graph_backwards) if start <= ns), None)
 
     @property
     def nested(self) -> bool:

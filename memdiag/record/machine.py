@@ -14,6 +14,7 @@ import torch
 
 from memdiag.version import __version__
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator: "  # in the text of its only error
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # What of the caching allocator's statistics goes into the trace, at each step's end.
 _STATISTICS = (
@@ -81,6 +82,27 @@ def settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
     }
+
+
+def ending(error: BaseException | None) -> dict[str, Any]:
+    """How the run ended, from the exception that ended it. Nothing of it is kept but the name of its class."""
+    return {
+        "ended_by": None if error is None else type(error).__name__,
+        "ended_out_of_memory": _is_out_of_memory(error),
+    }
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it came of, says that an allocator of PyTorch's had no memory."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # The CPU's allocator has no exception of its own, only a text.
+        text = error.args[0] if type(error) is RuntimeError and error.args else None
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(text, str) and _CPU_ALLOCATOR in text:
+            return True
+        error = error.__context__ if error.__cause__ is None else error.__cause__
+    return False
 
 
 def device_names(devices: Sequence[str]) -> dict[str, str]:

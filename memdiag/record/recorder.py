@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from time import monotonic, time_ns
 from types import TracebackType
@@ -18,7 +18,8 @@ from memdiag.record import inventory, machine
 from memdiag.record.consume import Consumer
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
-from memdiag.record.holders import walk
+from memdiag.record.heap import Live
+from memdiag.record.holders import Ends, Holder, walk
 from memdiag.record.lines import Lines
 from memdiag.record.loop import Loop
 from memdiag.record.marks import Marks
@@ -29,15 +30,19 @@ from memdiag.record.rows import Rows
 from memdiag.record.saves import Saves
 from memdiag.record.signals import signals_wait
 from memdiag.record.stream import Stream, has_accelerator
+from memdiag.record.survivors import FIRST_LOOK, Survivors
 from memdiag.record.threads import Threads
 from memdiag.trace import Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
+from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
 _CUT_AT_STEP_END = 2_500
 _CUT_ANYWHERE = 15_000
 _PROGRESS_SECONDS = 0.25
 _STILL_OPEN = "everything after step {step}: an operator was running where the stream had to be cut"
+_FIRST_EVALUATION_LOOK = 4  # forwards without gradients; then at twice as many each time
+_CYCLES = frozenset({GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE})
 _LOOK_GROWTH = 1.1  # steps between looks at who holds what: every one of the first twenty, then ever rarer
 
 
@@ -71,11 +76,18 @@ class Recorder:
         self._level: Level | None = None
         self._said: list[str] = []
         self._left = False
+        self._ending: dict[str, Any] = {}
         self._open_on: int | None = None  # the thread on which an operator was running when the stream was cut
         self._devices_told: list[str] = []
         self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
         self._next_look = 1
+        self._evaluated = 0  # forwards without gradients, one after the other
+        self._next_evaluation_look = _FIRST_EVALUATION_LOOK
+        self._survivors = Survivors()
+        self._ends: Ends | None = None  # of the graphs that the last walk came through
+        self._held: dict[int, tuple[str, str, str | None]] = {}  # the last row of an allocation that was looked at
+        self._statements: set[str] = set()  # lines that the run file has from looks alone
         self._progress_shown = False
 
     # --- beginning and end --------------------------------------------------------------------------------------
@@ -89,7 +101,7 @@ class Recorder:
         self._rows = Rows()
         self._marks = Marks()
         self._stream = Stream(self._marks)
-        self._consumer = Consumer(self._rows, now, has_accelerator())
+        self._consumer = Consumer(self._rows, now, has_accelerator(), self._stream.failed_requests)
         self._lines = Lines(self._marks)
         self._saves = Saves(self._marks, self._active)
         self._loop = Loop(
@@ -155,7 +167,9 @@ class Recorder:
         if self._left:
             return  # a forked child, or ended already
         self._left = True
+        self._ending = machine.ending(error)
         if self._active():
+            self._loop.broken_off()
             self._loop.steps.settle()
             if self._loop.steps.forward_begins():
                 self._loop.mark_step_end(StepEnd())  # a backward with no optimizer: nothing else will close its step
@@ -190,8 +204,8 @@ class Recorder:
         peak_step = self._consumer.finish(time_ns())
         facts = {
             "devices": heap.devices, "device_names": machine.device_names(heap.devices), "not_seen": self._not_seen(),
-            **machine.settings(), "steps": self._loop.steps.closed, "events_read": self._consumer.events_read,
-            "end_ns": time_ns(),
+            **machine.settings(), **self._ending, "steps": self._loop.steps.closed,
+            "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
 
         def write() -> None:
@@ -252,7 +266,7 @@ class Recorder:
             self._lines.stop()  # even paused it costs each torch function some microseconds
         self._stream.open(level)
 
-    def _cut(self, reopen: bool, level: Level | None = None) -> None:
+    def _cut(self, reopen: bool, level: Level | None = None, look: bool = True) -> None:
         """Ends the chunk, reads and writes it, and goes on at a level, or at the one that is wanted then.
 
         No garbage is collected in between: the script's would be freed unseen. Signals wait until it is done.
@@ -263,12 +277,12 @@ class Recorder:
         gc.disable()
         try:
             with signals_wait():
-                self._read_chunk(reopen, level)
+                self._read_chunk(reopen, level, look)
         finally:
             if collecting:
                 gc.enable()
 
-    def _read_chunk(self, reopen: bool, next_level: Level | None) -> None:
+    def _read_chunk(self, reopen: bool, next_level: Level | None, look: bool) -> None:
         roots = self._stream.close()
         self._marks.enabled = False
         entries = self._marks.take()
@@ -278,7 +292,8 @@ class Recorder:
         gone, self._gone = self._gone, []
         closed = self._consumer.chunk(level, roots, entries, saves, gone)
         del roots
-        if next_level is None:  # not in the midst of a forward: it takes a while
+        self._stream.forget()
+        if look:
             self._explain()
         self._write(self._flush)
         self._open_on = None if closed else threading.get_ident()
@@ -299,19 +314,51 @@ class Recorder:
         consumer, done = self._consumer, self._loop.steps.closed
         candidates = consumer.heap.unexplained()
         if sum(live.bytes for live in candidates.values()) * policy.UNEXPLAINED_SHARE < consumer.heap.live_bytes():
+            candidates = {}
+        kept = self._survivors.due(consumer.heap, done)
+        if not candidates and not kept:
             return
+        wanted: dict[int, Hashable] = {address: address for address in candidates}
+        wanted |= {address: site for address, (site, _) in kept.items()}
+        births = {address: self._rows.text(live.birth.line) for address, (_, live) in kept.items()}
+        walked = walk(wanted, births, self._ran, self._ends)
+        self._ends = walked.ends
+        if walked.stopped is not None and walked.stopped not in self._said:
+            self._said.append(walked.stopped)
         writers = {text for text in (self._rows.text(line) for line in consumer.writers) if text}
-        for holder in walk(set(candidates)):
-            live = candidates[holder.address]
+        for holder in walked.holders:
+            address = holder.address
+            live = candidates[address] if address in candidates else kept[address][1]
+            if address in candidates or done > FIRST_LOOK:  # the first look is there for the second to compare with
+                self._note_holder(live, done, holder)
+            if address not in candidates or holder.root in _CYCLES:
+                continue
             role, proof = Role.HELD, f"reached from {holder.root}"
             if holder.parameter and not self._modules.names.model_seen:
                 role, proof = Role.PARAMETERS, f"wants gradients, has no history, and is reached from {holder.root}"
             elif any(defines(owner, line) for owner in holder.owners for line in writers):
                 role, proof = Role.OPTIMIZER_STATE, "kept by the object that updates the parameters"
             consumer.heap.say(live, role, holder.chain, proof)
-            intern = self._rows.intern
-            self._rows["holders"].append(
-                (live.id, done, intern(holder.root), intern(holder.chain), intern(holder.line)))
+
+    def _note_holder(self, live: Live, done: int, holder: Holder) -> None:
+        """A row for who keeps an allocation, where it is news."""
+        line = holder.line
+        if line is None and holder.gradient is not None:
+            # A gradient has a graph because of the backward that made it.
+            gradient = self._consumer.heap.find(holder.gradient)
+            line = None if gradient is None else self._consumer.loop.graph_backward_before(gradient.time_ns)
+        news = holder.root, holder.chain, line
+        if self._held.get(live.id) == news:
+            return
+        self._held[live.id] = news
+        if line is not None and not self._rows.knows(line):
+            self._statements.add(line)
+        intern = self._rows.intern
+        self._rows["holders"].append((live.id, done, intern(holder.root), intern(holder.chain), intern(line)))
+
+    def _ran(self, line: str) -> bool:
+        """Whether a torch function was called, or a module, from a line."""
+        return line not in self._statements and self._rows.knows(line)
 
     def _give_up(self, what: str) -> None:
         self._said.append(what)
@@ -336,9 +383,14 @@ class Recorder:
         if grad:
             self._threads.trains()
         self._loop.forward_begins(grad)
-        if len(self._marks.entries) > _CUT_ANYWHERE and self._may_cut(in_module=True):
+        # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
+        self._evaluated = 0 if grad else self._evaluated + 1
+        look = self._evaluated >= self._next_evaluation_look
+        if (look or len(self._marks.entries) > _CUT_ANYWHERE) and self._may_cut(in_module=True):
+            if look:
+                self._next_evaluation_look *= 2
             self._modules.suspend()
-            self._cut(reopen=True, level=self._level)  # levels change where steps end
+            self._cut(reopen=True, level=self._level, look=look)  # levels change where steps end
             self._modules.resume()
 
     def _step_ended(self, end: StepEnd) -> None:

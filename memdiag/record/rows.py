@@ -34,6 +34,10 @@ class Rows:
             self._fresh.append(text)
         return found
 
+    def knows(self, text: str) -> bool:
+        """Whether a text is in the run file."""
+        return text in self._text
+
     def text(self, number: int) -> str | None:
         """The text of a number; NONE is None."""
         return None if number == NONE else next(t for t, n in self._text.items() if n == number)

@@ -128,11 +128,11 @@ class Saves:
     def _pack(self, tensor: torch.Tensor) -> Any:
         found = storage_of(tensor) if self.recording else None
         if found is None:
-            return _Packed(tensor, None, -1)
+            return Packed(tensor, None, -1)
         address, size, foreign = found
         if self.light:
             self.times.packed.append((time_ns(), address))
-            return _Packed(tensor, None, -1)
+            return Packed(tensor, None, -1)
         save = self.count
         self.count += 1
         entry = Saved(
@@ -141,18 +141,24 @@ class Saves:
             user_line(sys._getframe(2)),
         )
         with self._marks.range((SAVE, entry)):
-            return _Packed(tensor, self, save)
+            return Packed(tensor, self, save)
 
 
-class _Packed:
+class Packed:
     """What autograd keeps in a tensor's stead.
 
     A tensor with a history is kept detached: an operator that saves its own result would otherwise keep itself
     alive for good if backward never runs. Autograd does not check for changes in place under hooks, so the version
     is kept and compared here.
+
+    Attributes:
+        tensor: what is kept; None where the script has hooks of its own on this one.
+        history: name of the node that made the tensor, and which of its outputs it is; None for one without history.
+        sequence: autograd's number of the node that keeps it: the newest one, save for a custom Function whose
+            forward made nodes itself.
     """
 
-    __slots__ = ("history", "original", "owner", "save", "tensor", "users", "version")
+    __slots__ = ("history", "original", "owner", "save", "sequence", "tensor", "users", "version")
 
     def __init__(self, tensor: torch.Tensor, owner: Saves | None, save: int) -> None:
         node = tensor.grad_fn
@@ -161,7 +167,8 @@ class _Packed:
         self.history = None if node is None else (node.name(), tensor.output_nr)
         # An operator that keeps its own result names itself, whatever is done to the result later; one that keeps an
         # argument names what made it last.
-        own_result = node is not None and node._sequence_nr() + 1 == _autograd._get_sequence_nr()
+        self.sequence: int = _autograd._get_sequence_nr() - 1
+        own_result = node is not None and node._sequence_nr() == self.sequence
         self.original = None if own_result else weakref.ref(tensor)
         self.owner = owner
         self.save = save
@@ -172,7 +179,7 @@ class _Packed:
             self.owner.times.released.append((self.save, time_ns()))
 
 
-def _unpack(packed: _Packed) -> torch.Tensor:
+def _unpack(packed: Packed) -> torch.Tensor:
     if packed.owner is not None:
         packed.owner.times.unpacked.append((packed.save, time_ns()))
     if packed.users is not None:
@@ -192,14 +199,14 @@ def _watch_register(original: Callable[..., Any]) -> Callable[..., Any]:
             original(saved, pack, unpack)
         except RuntimeError:
             packed = getattr(saved, "data", None)  # torch before 2.9 does not show it
-            if not isinstance(packed, _Packed) or packed.tensor is None:
+            if not isinstance(packed, Packed) or packed.tensor is None:
                 raise
             packed.users, packed.tensor = (unpack, pack(packed.tensor)), None
 
     return register_hooks
 
 
-def _changed_in_place(packed: _Packed, tensor: torch.Tensor) -> str:
+def _changed_in_place(packed: Packed, tensor: torch.Tensor) -> str:
     """What autograd would have said, in the words of the PyTorch that runs."""
     example, name, shape, kind = _wording()
     original = None if packed.original is None else packed.original()

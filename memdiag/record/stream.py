@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerActivity, ProfilerState, RecordScope, _ExperimentalConfig
 
+from memdiag.record.failures import Failures, Request
 from memdiag.record.marks import CUT, Marks
 from memdiag.record.quiet import quiet_profiler
 from memdiag.trace import Level
@@ -29,6 +30,8 @@ class Stream:
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self.level: Level | None = None
+        self._failures = Failures()
+        self._result: Any = None  # of the chunk that was closed last, until it has been read
         # The originals, taken before anyone wraps them to watch for a profiler of the user's own.
         self._prepare: Callable[..., Any] = _profiler._prepare_profiler
         self._enable: Callable[..., Any] = _profiler._enable_profiler
@@ -60,8 +63,17 @@ class Stream:
         if level is Level.FULL:
             with self._marks.range((CUT,)):
                 pass
-        roots: list[Any] = self._disable().experimental_event_tree()
+        self._result = self._disable()
+        roots: list[Any] = self._result.experimental_event_tree()
         return roots
+
+    def failed_requests(self) -> list[Request]:
+        """What the chunk that was closed last asked an allocator for in vain, in order of time."""
+        return self._failures.read(self._result)
+
+    def forget(self) -> None:
+        """Lets the last chunk go: it has been read."""
+        self._result = None
 
     def drop(self) -> None:
         """Ends the chunk and forgets it: for a forked child, which must not grow."""

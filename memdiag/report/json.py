@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from memdiag.diagnose import Finding
+from memdiag.diagnose import Finding, Oom
 from memdiag.report.summary import Summary
 
 SCHEMA_VERSION = 1
@@ -32,7 +32,9 @@ def as_dict(summary: Summary) -> dict[str, Any]:
             "host_bytes_per_step": _whole(diagnosis.growth.host_bytes_per_step),
             "sites": [{**vars(site), "bytes_per_step": _whole(site.bytes_per_step)} for site in diagnosis.growth.sites],
         },
-        "scaling": None,
+        "scaling": [
+            {"role": row.role, "by": row.by, "bytes_per_unit": row.bytes_per_unit, "fixed_bytes": row.fixed_bytes,
+             "from": row.source} for row in diagnosis.scaling],
         "reachable_by_checkpointing_bytes": diagnosis.reachable_bytes,
         "verdict": {
             "class": verdict.cls.value,
@@ -41,7 +43,7 @@ def as_dict(summary: Summary) -> dict[str, Any]:
             "sentence": verdict.sentence,
         },
         "findings": [_finding(finding) for finding in diagnosis.findings],
-        "oom": None,
+        "oom": None if diagnosis.oom is None else _oom(diagnosis.oom),
         "not_seen": summary.not_seen,
     }
 
@@ -58,6 +60,16 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "advice": [vars(advice) for advice in finding.advice],
         "birth": None if finding.birth is None else {"line": finding.birth},
         "holder": None if finding.holder is None else vars(finding.holder),
+    }
+
+
+def _oom(oom: Oom) -> dict[str, Any]:
+    return {
+        **vars(oom),
+        "remedies": [vars(remedy) for remedy in oom.remedies],
+        "places": None if oom.places is None else [
+            {**vars(place), "bytes": size} for place, size in oom.places.items()],
+        "earlier": None if oom.earlier is None else vars(oom.earlier),
     }
 
 

@@ -9,6 +9,7 @@ from statistics import median_low
 from memdiag.policy import SAVED_ROWS, UNKNOWN_SHARE
 from memdiag.report.layout import INDENT, WIDTH, facts, paragraph, share, table, words
 from memdiag.report.names import shorten
+from memdiag.report.oom import oom_section
 from memdiag.report.summary import PhasePeak, Saved, Summary
 from memdiag.report.verdict import VERDICT_SECTIONS
 from memdiag.trace import Phase, Role
@@ -17,8 +18,9 @@ from memdiag.units import format_bytes
 
 def render_text(summary: Summary) -> str:
     """The report for a person; every line fits 80 columns, the last one ends with a newline."""
-    sections = (_header, _peak, _alive, _phases, _saved, _outside, _not_seen, *VERDICT_SECTIONS)
-    return "\n".join("\n".join(section(summary)) + "\n" for section in sections)
+    sections = (_header, _peak, oom_section, _alive, _phases, _saved, _outside, _not_seen, *VERDICT_SECTIONS)
+    drawn = [section(summary) for section in sections]
+    return "\n".join("\n".join(lines) + "\n" for lines in drawn if lines)
 
 
 # --- sections ---------------------------------------------------------------------------------------------------

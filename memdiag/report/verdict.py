@@ -22,6 +22,7 @@ def _verdict(summary: Summary) -> list[str]:
         *paragraph(diagnosis.verdict.sentence),
         *facts({
             "growth": _growth(diagnosis),
+            "scales": _scaling(diagnosis),
             "next peak": _runner_up(diagnosis),
             "reachable": None if reachable is None else (
                 f"checkpointing could lower the peak by {format_bytes(reachable)} at most"),
@@ -38,9 +39,11 @@ def _classes(summary: Summary) -> list[str]:
 def _findings(summary: Summary) -> list[str]:
     findings = summary.diagnosis.findings
     lines = ["Findings"]
-    for number, finding in enumerate(findings[:REPORT_FINDINGS], 1):
+    # What is no shortage but a mistake is always told.
+    told = [finding for place, finding in enumerate(findings) if place < REPORT_FINDINGS or finding.cls is None]
+    for number, finding in enumerate(told, 1):
         lines += _finding(number, finding, summary.peak.allocated_bytes)
-    rest = len(findings) - REPORT_FINDINGS
+    rest = len(findings) - len(told)
     if rest > 0:
         lines += paragraph(f"and {rest} smaller, in the JSON")
     return lines if findings else [*lines, "  none"]
@@ -50,10 +53,10 @@ VERDICT_SECTIONS = (_verdict, _classes, _findings)
 
 
 def _finding(number: int, finding: Finding, peak_bytes: int) -> list[str]:
-    size = format_bytes(finding.bytes)
+    size = f" ({format_bytes(finding.bytes)}" if finding.bytes else ""
     if finding.allocations is not None:
         size += f", {share(finding.bytes, peak_bytes)}"
-    lines = paragraph(f"{finding.title} ({size})", f"{number}. ")
+    lines = paragraph(f"{finding.title}{size}{')' if size else ''}", f"{number}. ")
     for text in finding.evidence:
         lines += paragraph(text, "   - ")
     for advice in finding.advice:
@@ -70,6 +73,13 @@ def _growth(diagnosis: Diagnosis) -> str:
     if host:
         said.append(f"{format_bytes(round(host))} per step of the process, beside its tensors")
     return "; ".join(said) or "not known: too few steps were recorded in full"
+
+
+def _scaling(diagnosis: Diagnosis) -> str | None:
+    source = {"measured": "measured", "shapes": "by shapes"}
+    said = [f"{words(row.role)}: {format_bytes(row.bytes_per_unit)} for each unit of the {row.by}, and "
+            f"{format_bytes(row.fixed_bytes)} whatever it is ({source[row.source]})" for row in diagnosis.scaling]
+    return "; ".join(said) or None
 
 
 def _runner_up(diagnosis: Diagnosis) -> str | None:

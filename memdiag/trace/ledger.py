@@ -70,9 +70,11 @@ def roles(trace: Trace) -> Roles:
     claim_proof = (claim_proof + len(proofs)).astype(np.int32)
     proofs = proofs + [trace.string(int(i)) or "" for i in claim_proofs]
 
-    # A saved tensor that Python holds as well is a saved tensor: its bytes come back only with the graph.
-    strong = ~((claims["role"] == Role.HELD) & np.isin(derived[claims["allocation"]], (
-        Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS)))
+    # That a variable leads to it proves what it is from its birth where nothing else does: a result that the next turn
+    # of the loop replaces is no possession. Later on, too, a saved tensor comes back only with its graph.
+    otherwise = derived[claims["allocation"]]
+    saved = np.isin(otherwise, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
+    strong = (claims["role"] != Role.HELD) | np.where(claims["event"] == NONE, otherwise == Role.UNKNOWN, ~saved)
     from_birth = np.flatnonzero(strong & (claims["event"] == NONE))
     strength = np.full(256, len(_STRENGTH), dtype=np.int64)
     strength[list(_STRENGTH)] = np.arange(len(_STRENGTH))
@@ -163,6 +165,18 @@ class _Facts:
         following = np.full(len(spans["id"]), NONE, dtype=np.int64)
         following[steps[:-1]] = steps[1:]
         self.next_step = nest.of(following, self.step_row)
+        self.broken_off = self._broken_off(nest)
+
+    def _broken_off(self, nest: Nesting) -> Mask:
+        """Born in the step that ended the run for want of memory, and never freed: the exception keeps its frames."""
+        failures, events = self.trace["out_of_memory"], event_count(self.trace)
+        if not self.trace.about.get("ended_out_of_memory") or not len(failures["event"]):
+            return np.zeros(len(self.life.born), dtype=bool)
+        step = nest.of(nest.step, span_rows(self.trace, failures["span"][-1:]))[0]
+        found: Mask = (
+            (self.step_row == step) & (self.step_row != NONE) & (self.life.died == events)
+            & (self.life.born < failures["event"][-1]))
+        return found
 
     def before_end_of(self, rows: Ints) -> Mask:
         """Whether each allocation died before the end of the span given for it; False where there is none."""
@@ -205,6 +219,12 @@ class _Facts:
              "born in backward and gone by its end"),
             (Role.OTHER_ACTIVATIONS, self.in_module & ~self.in_node, "born inside a module's forward, not saved"),
             (Role.OTHER_ACTIVATIONS, forward & passing, "born outside the model, gone by the end of the next step"),
+            (Role.OPTIMIZER_TEMPORARIES, self.broken_off & self.phase[Phase.OPTIMIZER],
+             "born in the optimizer's step that ran out of memory"),
+            (Role.BACKWARD_TEMPORARIES, self.broken_off & self.phase[Phase.BACKWARD],
+             "born in the backward of the step that ran out of memory"),
+            (Role.OTHER_ACTIVATIONS, self.broken_off & forward,
+             "born outside the model in the step that ran out of memory"),
         ]
 
 

@@ -128,12 +128,28 @@ SCHEMA: dict[str, dict[str, str]] = {
     "device_stats": {"step": "i8", "device": "i2", "name": "i4", "value": "i8"},
     # Something that happened to the recording or the allocator: `kind` is its word, `text` says it in full.
     "marks": {"event": "i8", "kind": "i4", "text": "i4", "bytes": "i8"},
-    # Who keeps what survives: `chain` from a root to the tensor.
+    # A request that an allocator had no memory for: `bytes` were asked for while it held `allocated`, and `reserved` of
+    # the device. `span`, `line` and `kernel` are those that the allocation would have had (NONE in light recording),
+    # `caller` the line of the backward call or optimizer step around it.
+    "out_of_memory": {
+        "event": "i8", "time_ns": "i8", "device": "i2", "bytes": "i8", "allocated": "i8", "reserved": "i8",
+        "step": "i8", "phase": "u1", "span": "i8", "line": "i4", "kernel": "i4", "caller": "i4",
+    },
+    # Who keeps what survives: `chain` from a root to the tensor, and the statement that put it there. An allocation
+    # that was looked at again and found elsewhere has several rows; the last is the one that counts.
     "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4"},
 }
 
+GARBAGE = "only a reference cycle: freed by the next garbage collection"
+GRADIENT_CYCLE = "a cycle that nothing frees: a gradient with a graph, and its parameter"
+GRAPH_CYCLE = "a cycle that nothing frees: a tensor, and the graph that leads to it"
+"""Roots of holders where no variable leads to an allocation. What is only garbage is no leak."""
+
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""
+
+REPLAYED = "replayed"
+"""The kind of a mark that tells of state which a recomputation wrote to: a buffer's name."""
 
 SAVE_GRAD = 1
 """Save flag: the tensor requires gradients."""

@@ -18,18 +18,22 @@ Rows = NDArray[np.int64]
 
 
 class View:
-    """What a run did on one device: the first accelerator, or the CPU where there is none.
+    """What a run did on one device.
 
     Args:
         of: the run's view, where ``trace`` is the highest light step of that run.
+        device: without it, the first accelerator, or the CPU where there is none.
     """
 
-    def __init__(self, trace: Trace, of: View | None = None) -> None:
+    def __init__(self, trace: Trace, of: View | None = None, device: str | None = None) -> None:
         self.trace = trace
         self._of = of
+        self._device = device
 
     @cached_property
     def device(self) -> str:
+        if self._device is not None:
+            return self._device
         return devices(self.trace)[0] if self._of is None else self._of.device
 
     @cached_property
@@ -87,6 +91,10 @@ class View:
         """The view that holds the events around the peak; None where they were folded away."""
         seen = self.worst.trace
         return None if seen is None else self if seen is self.trace else View(seen, of=self)
+
+    def live_after(self, event: int) -> int:
+        """Bytes in the allocator after an event; before the first one for NONE."""
+        return self.line.start_bytes if event == NONE else int(self.line.live[event])
 
     def where(self, event: int) -> tuple[int | None, str | None, Place]:
         """Step, phase and place of an event that allocated."""

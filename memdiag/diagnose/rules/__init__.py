@@ -11,14 +11,17 @@ from memdiag.diagnose.rules.activations import activations
 from memdiag.diagnose.rules.host import host_memory
 from memdiag.diagnose.rules.leaks import leaks
 from memdiag.diagnose.rules.persistent import persistent
+from memdiag.diagnose.rules.recompute import recompute
 from memdiag.diagnose.rules.temporary import temporary
 
 RULES: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
-    leaks, host_memory, activations, persistent, temporary)
+    leaks, host_memory, activations, persistent, temporary, recompute)
 """In the order in which findings of equal bytes are told."""
 
 KINDS = frozenset((
-    "growth", "host_growth", "activations", "evaluation_graph", "hidden_states", "retained_graph", "attention_matrix",
+    "growth", "garbage_cycle", "host_growth", "activations", "evaluation_graph", "hidden_states", "retained_graph",
+    "attention_matrix",
     "logits", "worst_batch", "optimizer_state", "gradients", "gradient_buffers", "parameters", "model_copy", "inputs",
-    "kept_batches", "optimizer_temporaries", "scratch", "backward_temporaries", "workspace"))
+    "kept_batches", "optimizer_temporaries", "scratch", "backward_temporaries", "workspace",
+    "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall"))
 """Every kind that a rule may give."""

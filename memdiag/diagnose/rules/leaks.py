@@ -9,6 +9,7 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Severity
 from memdiag.policy import LEAK_STEPS
 from memdiag.trace import NONE, Role
+from memdiag.trace.model import GARBAGE
 from memdiag.trace.places import relative
 from memdiag.units import format_bytes
 
@@ -17,6 +18,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     growing = found.growing
     sites = growing.leak_sites
     rate = sum(site.bytes_per_step for site in sites)
+    yield from _cycles(found)
     if not sites or rate * LEAK_STEPS < found.peak_bytes:
         return
     chosen = found.leaked
@@ -43,17 +45,34 @@ def leaks(found: Evidence) -> Iterable[Finding]:
         [Advice(keep, found.saving(found.growing.leaks, since))], Severity.HIGH, holder, since)
 
 
+def _cycles(found: Evidence) -> Iterable[Finding]:
+    """What nothing holds any more, and nothing has collected yet."""
+    if found.at is not found.run:
+        return
+    waiting, since = found.growing.cycles, found.kept_since()
+    if found.matters(waiting):
+        yield found.finding(
+            Class.ACTIVATION, "garbage_cycle", "Reference cycles wait for the garbage collector", waiting,
+            [f"{format_bytes(found.bytes_of(waiting))} at the peak are held by cycles alone, and are no leak"],
+            [Advice("break the cycle, or call `gc.collect()` every few steps", found.saving(waiting, since))],
+            since=since)
+
+
 def _holder(found: Evidence) -> Holder | None:
-    """Who holds the most of it, as far as the recording looked."""
-    trace = found.run.trace
+    """Who holds the most of it, as far as the recording looked. Where no statement was found, the line is None."""
+    trace, leaking = found.run.trace, found.growing.leaks
     holders = trace["holders"]
-    leaking = found.growing.leaks
-    total: dict[tuple[str, str | None], int] = defaultdict(int)
-    for allocation, chain, line in zip(
-            holders["allocation"].tolist(), holders["chain"].tolist(), holders["line"].tolist(), strict=True):
+    last: dict[int, tuple[int, int]] = {}  # of several looks at an allocation the last counts
+    for allocation, root, chain, line in zip(
+            *(holders[name].tolist() for name in ("allocation", "root", "chain", "line")), strict=True):
         if allocation != NONE and leaking[allocation]:
-            total[trace.string(chain) or "", trace.string(line)] += int(trace["allocations"]["bytes"][allocation])
+            last.pop(allocation, None)
+            if trace.string(root) != GARBAGE:
+                last[allocation] = chain, line
+    total: dict[tuple[int, int], int] = defaultdict(int)
+    for allocation, kept in last.items():
+        total[kept] += int(trace["allocations"]["bytes"][allocation])
     if not total:
         return None
-    chain, line = max(total, key=lambda key: total[key])
-    return Holder(relative(trace, line), chain.split(" → "))
+    chain, line = max(total, key=lambda kept: total[kept])
+    return Holder(relative(trace, trace.string(line)), (trace.string(chain) or "").split(" → "))

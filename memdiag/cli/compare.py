@@ -1,0 +1,50 @@
+"""``memdiag compare``: what moved the peak between two runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from memdiag.cli import paths
+from memdiag.cli.output import show
+
+
+@click.command()
+@click.argument("a", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("b", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", help="Also write the comparison as JSON; with -, print only that.")
+@click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
+def compare(a: Path, b: Path, json_file: str | None, force: bool) -> Callable[[], int]:
+    """Say which roles and lines moved the peak from one run to another.
+
+    Where the two are no fair comparison (cold against warm, other inputs,
+    another device or version), the reasons come first.
+
+    \b
+        memdiag compare before.mdiag after.mdiag
+    """
+    return functools.partial(_compare, a, b, json_file, force)
+
+
+def _compare(a: Path, b: Path, json_file: str | None, force: bool) -> int:
+    destination = None if json_file in (None, "-") else Path(str(json_file))
+    if destination is not None:
+        paths.check_apart([destination], inputs=[a, b])
+        paths.check_new(destination, force)
+    from memdiag.diagnose import compare as compared
+    from memdiag.report import comparison_to_json, render_comparison
+    from memdiag.trace import load
+    from memdiag.trace.view import View
+
+    comparison = compared(View(load(a)), View(load(b)))
+    if json_file == "-":
+        show(comparison_to_json(comparison))
+        return 0
+    show(render_comparison(comparison, (str(a), str(b))))
+    if destination is not None:
+        paths.write(destination, comparison_to_json(comparison))
+        show(f"wrote {destination}")
+    return 0

@@ -1,0 +1,59 @@
+"""What was alive at a moment, by role and by the place in the code where it was born."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from memdiag.diagnose.model import Ints
+from memdiag.trace import NONE, Role
+from memdiag.trace.places import Place, module_names, operator_names, relative
+from memdiag.trace.view import View
+
+
+def alive_after(view: View, event: int) -> Ints:
+    """The allocations of the view's device that are alive after an event; before the first one for NONE."""
+    return np.flatnonzero(view.mine & (view.life.born <= event) & (view.life.died > event))
+
+
+def by_role(view: View, event: int) -> dict[Role, int]:
+    """Bytes of every role, those with none included; they sum to what is alive."""
+    alive = alive_after(view, event)
+    role = view.roles.of(alive, np.full(len(alive), event, dtype=np.int64))
+    size = view.trace["allocations"]["bytes"][alive]
+    return {which: int(size[role == which].sum()) for which in Role}
+
+
+def by_place(view: View, event: int) -> dict[Place, int]:
+    """Bytes by the module, operator and line of birth, largest first; they sum to what is alive."""
+    trace, nest = view.trace, view.nest
+    allocations = trace["allocations"]
+    alive = alive_after(view, event)
+    rows = view.born_in[alive]
+    operator = operator_names(trace, nest, rows)
+    key = np.stack([
+        module_names(trace, nest, rows), np.where(operator != NONE, operator, allocations["kernel"][alive]),
+        _lines(view, alive),
+    ], axis=1)
+    keys, group = np.unique(key, axis=0, return_inverse=True)
+    total = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(total, group.reshape(-1), allocations["bytes"][alive])
+    found: dict[Place, int] = defaultdict(int)
+    for numbers, size in zip(keys.tolist(), total.tolist(), strict=True):
+        module, name, line = (trace.string(number) for number in numbers)
+        found[Place(module, name, relative(trace, line))] += size
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _lines(view: View, allocations: Ints) -> Ints:
+    """The line of each allocation; where it has none of its own, that of the nearest span around its birth."""
+    spans = view.trace["spans"]
+    line = view.trace["allocations"]["line"][allocations].astype(np.int64)
+    missing = line == NONE
+    around = {
+        row: next((int(spans["line"][up]) for up in view.trace.ancestors(int(spans["id"][row]))
+                   if spans["line"][up] != NONE), NONE)
+        for row in np.unique(view.born_in[allocations[missing]]).tolist() if row != NONE}
+    line[missing] = [around.get(row, NONE) for row in view.born_in[allocations[missing]].tolist()]
+    return line

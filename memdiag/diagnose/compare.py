@@ -1,0 +1,180 @@
+"""Two runs compared at their peaks, and whether the comparison is fair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memdiag.diagnose.alive import by_place, by_role
+from memdiag.diagnose.growth import growing
+from memdiag.policy import COMPARED_SHARE
+from memdiag.trace import NONE, Role
+from memdiag.trace.peak import phase_peaks
+from memdiag.trace.places import Place
+from memdiag.trace.view import View
+from memdiag.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs, at its peak.
+
+    Attributes:
+        about: facts of the run.
+        step, phase, place: of the peak; None where not known.
+        warm_up: no step after the warm-up comes near the peak.
+        light: the step of the peak was recorded lightly.
+        roles: bytes by role, which sum to the peak.
+        places: bytes by place of birth, the same sum; None where the peak's events were not kept.
+    """
+
+    about: dict[str, Any]
+    device: str
+    peak_bytes: int
+    step: int | None
+    phase: str | None
+    place: Place
+    warm_up: bool
+    light: bool
+    roles: dict[Role, int]
+    places: dict[Place, int] | None
+
+
+@dataclass(frozen=True)
+class ComparedLine:
+    """What was alive at both peaks of one place of birth, in bytes."""
+
+    place: Place
+    a_bytes: int
+    b_bytes: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs.
+
+    Attributes:
+        lines: largest difference first; empty where the peak's events of a run were not kept.
+        why_not: reasons not to compare the two, each a sentence; none where it is fair.
+    """
+
+    a: Side
+    b: Side
+    lines: list[ComparedLine]
+    why_not: list[str]
+
+    @property
+    def comparable(self) -> bool:
+        return not self.why_not
+
+
+def compare(a: View, b: View) -> Comparison:
+    """Compares two runs. Pure; it warns (``why_not``), and compares all the same."""
+    sides = _side(a), _side(b)
+    lines = []
+    first, second = (side.places for side in sides)
+    if first is not None and second is not None:
+        lines = [ComparedLine(place, first.get(place, 0), second.get(place, 0)) for place in {**first, **second}]
+        lines.sort(key=lambda line: (-abs(line.b_bytes - line.a_bytes), -line.a_bytes))
+    return Comparison(*sides, lines, list(_reasons((a, b), sides)))
+
+
+def _side(view: View) -> Side:
+    moment, at = view.worst, view.of_peak
+    trace = view.trace
+    step, phase = moment.step, None if moment.phase is None else moment.phase.label
+    place = Place(None, None, None)
+    roles = {role: moment.bytes if role is Role.UNKNOWN else 0 for role in Role}
+    places = None
+    if at is not None:
+        step, phase, place = at.where(moment.event)
+        roles, places = by_role(at, moment.event), by_place(at, moment.event)
+    about = {name: value for name, value in trace.about.items() if name != "not_seen"}
+    return Side(
+        about, view.device, moment.bytes, step, phase, place, _is_cold(view, moment.bytes), at is not view, roles,
+        places)
+
+
+def _is_cold(view: View, peak: int) -> bool:
+    steps = view.trace["steps"]
+    phases = phase_peaks(view.trace, view.nest, view.line)
+    # What comes before the first step has ended belongs to it.
+    warm_up = np.isin(phases.step, steps["step"][steps["warm_up"] != 0]) | (phases.step == 0)
+    highest = int(phases.bytes[~warm_up & (phases.step != NONE)].max(initial=0))
+    return highest < (1 - COMPARED_SHARE) * peak
+
+
+def _reasons(views: tuple[View, View], sides: tuple[Side, Side]) -> Iterator[str]:
+    (a, b), (side_a, side_b) = views, sides
+    for name, view, side in (("A", a, side_a), ("B", b, side_b)):
+        if view.trace.cut_short is not None:
+            yield f"{name} holds only a part of its run: {view.trace.cut_short}"
+        if view.trace.about.get("ended_out_of_memory"):
+            yield f"{name} ended for want of memory: it peaks where it stopped"
+        if side.light:
+            yield f"{name} peaks in a step recorded in light: modules, operators and lines are not known there"
+    if side_a.warm_up != side_b.warm_up:
+        cold, warm = ("A", "B") if side_a.warm_up else ("B", "A")
+        yield f"{cold} peaks in its warm-up and {warm} after it: one is cold, the other warm"
+    elif bool(_later_steps(a)) != bool(_later_steps(b)):
+        cold, warm = ("B", "A") if _later_steps(a) else ("A", "B")
+        yield f"{cold} has only its warm-up, {warm} has steps after it: one is cold, the other warm"
+    shapes = _shapes(a, side_a), _shapes(b, side_b)
+    if all(shapes) and shapes[0] != shapes[1]:
+        yield f"other inputs: {_listed(shapes[0])} in A, {_listed(shapes[1])} in B"
+    yield from _settings(side_a, side_b)
+    yield from _growth(a, b)
+
+
+def _later_steps(view: View) -> int:
+    """How many steps ended after the warm-up."""
+    return int((view.trace["steps"]["warm_up"] == 0).sum())
+
+
+def _shapes(view: View, side: Side) -> set[str]:
+    """Shapes of the inputs in the step of the peak; of all steps where that step's are not known."""
+    steps = view.trace["steps"]
+    known = [(int(step), text) for step, number in zip(steps["step"], steps["input_shapes"], strict=True)
+             if (text := view.trace.string(int(number))) is not None]
+    at_peak = {text for step, text in known if step == side.step}
+    return at_peak or {text for _, text in known}
+
+
+def _listed(shapes: set[str]) -> str:
+    first = sorted(shapes)[0]
+    return first if len(shapes) == 1 else f"{first} and {len(shapes) - 1} more"
+
+
+def _settings(a: Side, b: Side) -> Iterator[str]:
+    on_cpu = a.device == b.device == "cpu"
+    names = (a.about.get("device_names", {}).get(a.device), b.about.get("device_names", {}).get(b.device))
+    kinds = (a.device.partition(":")[0], b.device.partition(":")[0])
+    if kinds[0] != kinds[1]:
+        yield f"another device: {a.device} in A, {b.device} in B"
+    elif None not in names and names[0] != names[1]:
+        yield f"another device: {names[0]} in A, {names[1]} in B"
+    for what, key, matters in (
+        ("version of PyTorch", "torch", True), ("version of CUDA", "cuda", not on_cpu),
+        ("default dtype", "default_dtype", True), ("number of threads", "threads", on_cpu),
+        ("setting of the allocator", "allocator_settings", not on_cpu), ("number of ranks", "world_size", True),
+    ):
+        values = a.about.get(key), b.about.get(key)
+        if matters and values[0] != values[1]:
+            yield f"another {what}: {_value(values[0])} in A, {_value(values[1])} in B"
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _growth(a: View, b: View) -> Iterator[str]:
+    """What grows with every step is larger in the run that has more of them."""
+    number = _later_steps(a), _later_steps(b)
+    rates = [growing(view).growth.bytes_per_step or 0.0 for view in (a, b)]
+    more = max(rates) * abs(number[0] - number[1])
+    if more > COMPARED_SHARE * min(a.worst.bytes, b.worst.bytes):
+        yield (f"A has {number[0]} steps after its warm-up and B {number[1]}, and memory grows with each: by "
+               f"{format_bytes(round(rates[0]))} in A, {format_bytes(round(rates[1]))} in B")
