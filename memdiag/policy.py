@@ -63,6 +63,22 @@ HOST_GROWTH_STEPS = 8
 """Steps from which the growth of the process is judged: the later half is then four increments, of which two may be
 leaps of the C library without moving the median."""
 
+HOST_LOOK_BYTES = HOST_GROWTH_BYTES // 2
+"""Growth of the process from which the recorder looks for containers of arrays, the first time; then after each growth
+by LOOK_AGAIN. Growth shows between two looks, and what HOST_GROWTH_BYTES makes a finding has had two by then."""
+
+HOST_CONTAINER_SHARE = 0.25
+"""Share of the process's growth from look to look that a container's own growth must have to be named: several may
+share in it, and less than a quarter is not what it is made of."""
+
+HOST_LOOK_OBJECTS = 10_000_000
+"""Objects and references that a look for containers may go through: about three seconds. A usual script has a twentieth
+of it, or less."""
+
+HOST_LOOK_ITEMS = 2_000_000
+"""Items from which a container is passed over: at the growth that matters they would be of some bytes each, and no
+arrays; the list of them alone would take tens of megabytes."""
+
 WORST_BATCH = 1.5
 """How far the step of the peak must stand above the median one, as a factor, for its batch to be the odd one: batches
 of equal shapes differ by a few per cent."""

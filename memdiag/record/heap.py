@@ -103,6 +103,10 @@ class Heap:
         used = [bytes_ for name, bytes_ in zip(self.devices, self._live, strict=True) if name != "cpu"]
         return max(used) if used else sum(self._live)
 
+    def cpu_bytes(self) -> int:
+        """Bytes of the CPU's allocator that are alive now."""
+        return sum(bytes_ for name, bytes_ in zip(self.devices, self._live, strict=True) if name == "cpu")
+
     # --- coming and going --------------------------------------------------------------------------------------
 
     def allocated(
@@ -312,8 +316,8 @@ class Heap:
     def written(self, target_address: int, sources: tuple[int, ...]) -> None:
         """The script's own operator wrote in place, having read ``sources``.
 
-        A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before); if
-        parameters are then updated from it, it is an optimizer's state.
+        A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before), unless
+        it turns out to want gradients itself. If parameters are updated from it, it is an optimizer's state.
         """
         target = self._at.get(target_address)
         read = [self._at[address] for address in sources if address in self._at]
@@ -324,11 +328,10 @@ class Heap:
                 self.say(buffer, Role.OPTIMIZER_STATE, None, "the script updates the parameters from it")
         elif (
             target.birth.loose and not target.saved and target.claims.keys() <= {Role.HELD}
-            and any(Role.GRADIENTS in live.claims for live in read)
+            and any(Role.GRADIENTS in live.claims or live.mirrors for live in read)
         ):
             self._mirrored = True
             target.mirrors = (target,)
-            self.say(target, Role.GRADIENTS, None, "the script writes gradients into it")
 
     def replayed(self, address: int) -> None:
         """A forward that runs again for a checkpoint wrote in place: where that is a module's state, it is told."""

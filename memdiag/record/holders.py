@@ -104,6 +104,22 @@ def walk(
     return _Walk(wanted, statements).result(births or {}, before)
 
 
+@plain
+def walk_from(
+    ends: Mapping[int, tuple[Any, ...]], groups: Mapping[int, Hashable],
+    ran: Callable[[str], bool] = lambda line: False,
+) -> Walked:
+    """Finds who holds objects that are no tensors, such as the list of an array that the collector does not know.
+
+    Args:
+        ends: the last objects of the chains that are looked for, by a number: one that the collector knows, and the way
+            down from it. The holder's ``address`` is the number.
+        groups: of each number, as those of :func:`walk`.
+        ran: as of :func:`walk`.
+    """
+    return _Walk(groups, Statements(ran), ends).result({}, None)
+
+
 @dataclass
 class _Way:
     """A way from a root to a tensor: all objects, and the links that they make."""
@@ -132,7 +148,9 @@ class _Way:
 class _Walk:
     """One walk. All that refers to the script's objects in here is known to it and overlooked among referrers."""
 
-    def __init__(self, wanted: Mapping[int, Hashable], statements: Statements) -> None:
+    def __init__(
+        self, wanted: Mapping[int, Hashable], statements: Statements, ends: Mapping[int, tuple[Any, ...]] | None = None,
+    ) -> None:
         self._wanted = wanted
         self._statements = statements
         self._members: dict[Hashable, int] = defaultdict(int)
@@ -152,16 +170,23 @@ class _Walk:
         self._hidden.add(id(self._kept))  # and not in itself: nothing would ever be let go
         self._hide(self._below, self._tops)
         self._addresses: list[int] = []
-        self._find()
-        self._roots = Roots()
+        packed = self._take_census()
+        self._start: dict[int, Any] = {}
+        self._first: list[Any] = []  # a tensor of each address
+        self._hide(self._start, self._first)
+        if ends is None:
+            self._start_at_storages(packed)
+        else:
+            self._start_at(ends)
+        self._roots = Roots(self._start)
         self._climb()
 
     def _hide(self, *containers: Any) -> None:
         self._kept.extend(containers)
         self._hidden.update(map(id, containers))
 
-    def _find(self) -> None:
-        """All tensors, what autograd has in their stead, and nodes: those of the wanted storages are the start."""
+    def _take_census(self) -> list[Packed]:
+        """Finds all tensors and nodes. Returns what autograd has in the stead of tensors."""
         things = gc.get_objects()
         self._objects = len(things)
         self._budget = policy.WALK_COMPARISONS
@@ -177,10 +202,27 @@ class _Walk:
         self._nodes = [thing for thing in found if type(thing) in nodes]
         packed = [thing for thing in found if type(thing) is Packed]
         del found
+        self._saved: list[Packed] = []
+        self._hide(self._tensors, self._nodes, packed, self._saved)
+        return packed
+
+    def _start_at(self, ends: Mapping[int, tuple[Any, ...]]) -> None:
+        self._hide(ends, *ends.values())
+        for number, things in ends.items():
+            index = len(self._addresses)
+            self._addresses.append(number)
+            self._first.append(things[-1])
+            self._start[id(things[0])] = things[0]
+            for at, thing in enumerate(things):
+                self._reached.setdefault(id(thing), set()).add(index)
+                if at:
+                    self._below[id(things[at - 1]), index] = thing
+
+    def _start_at_storages(self, packed: list[Packed]) -> None:
+        """The tensors of the wanted storages, and what autograd has in their stead."""
         of: dict[int, list[Any]] = defaultdict(list)
         stand_ins: set[int] = set()
-        self._saved: list[Packed] = []
-        self._hide(self._tensors, self._nodes, packed, of, self._saved)
+        self._hide(of)
         for thing in packed:
             tensor = thing.tensor
             storage = None if tensor is None else storage_of(tensor)
@@ -193,9 +235,6 @@ class _Walk:
             storage = storage_of(tensor)
             if storage is not None and storage[0] in self._wanted and id(tensor) not in stand_ins:
                 of[storage[0]].append(tensor)
-        self._start: dict[int, Any] = {}
-        self._first: list[Any] = []  # a tensor of each address
-        self._hide(self._start, self._first)
         for address, listed in of.items():
             self._hide(listed)
             index = len(self._addresses)
@@ -218,6 +257,11 @@ class _Walk:
         what many share, such as a module's variables, is first met on the shortest way to one of them."""
         frontier = self._start
         reaching = {key: set(indices) for key, indices in self._reached.items()}
+        for key, thing in self._start.items():
+            own = self._roots.that_is(thing)
+            for index in reaching[key] if own is not None else ():
+                assert own is not None
+                self._top(index, own, thing, self._below.get((key, index)), 0)
         for level in range(_MOST_LEVELS):
             for key, thing in frontier.items():
                 for root in self._roots.bound_to(thing):
@@ -405,7 +449,7 @@ class _Walk:
 
     def _is_parameter(self, index: int) -> bool:
         tensor = self._first[index]
-        if isinstance(tensor, Packed):
+        if not isinstance(tensor, torch.Tensor):
             return False
         return isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
 

@@ -16,10 +16,11 @@ from memdiag import policy
 from memdiag.errors import MemdiagError
 from memdiag.record import inventory, machine
 from memdiag.record.consume import Consumer
+from memdiag.record.containers import Containers
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
 from memdiag.record.heap import Live
-from memdiag.record.holders import Ends, Holder, walk
+from memdiag.record.holders import Ends, Holder, walk, walk_from
 from memdiag.record.lines import Lines
 from memdiag.record.loop import Loop
 from memdiag.record.marks import Marks
@@ -32,7 +33,7 @@ from memdiag.record.signals import signals_wait
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.record.survivors import FIRST_LOOK, Survivors
 from memdiag.record.threads import Threads
-from memdiag.trace import Level, Role, Trace, Writer, load
+from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 
@@ -85,6 +86,8 @@ class Recorder:
         self._evaluated = 0  # forwards without gradients, one after the other
         self._next_evaluation_look = _FIRST_EVALUATION_LOOK
         self._survivors = Survivors()
+        self._containers = Containers()
+        self._rss: int | None = None  # resident bytes at the end of the step that has just ended
         self._ends: Ends | None = None  # of the graphs that the last walk came through
         self._held: dict[int, tuple[str, str, str | None]] = {}  # the last row of an allocation that was looked at
         self._statements: set[str] = set()  # lines that the run file has from looks alone
@@ -295,6 +298,7 @@ class Recorder:
         self._stream.forget()
         if look:
             self._explain()
+            self._explain_beside()
         self._write(self._flush)
         self._open_on = None if closed else threading.get_ident()
         if not closed and reopen:
@@ -323,8 +327,7 @@ class Recorder:
         births = {address: self._rows.text(live.birth.line) for address, (_, live) in kept.items()}
         walked = walk(wanted, births, self._ran, self._ends)
         self._ends = walked.ends
-        if walked.stopped is not None and walked.stopped not in self._said:
-            self._said.append(walked.stopped)
+        self._say(walked.stopped)
         writers = {text for text in (self._rows.text(line) for line in consumer.writers) if text}
         for holder in walked.holders:
             address = holder.address
@@ -338,6 +341,8 @@ class Recorder:
                 role, proof = Role.PARAMETERS, f"wants gradients, has no history, and is reached from {holder.root}"
             elif any(defines(owner, line) for owner in holder.owners for line in writers):
                 role, proof = Role.OPTIMIZER_STATE, "kept by the object that updates the parameters"
+            elif live in live.mirrors and not holder.parameter:
+                role, proof = Role.GRADIENTS, "the script writes gradients into it"
             consumer.heap.say(live, role, holder.chain, proof)
 
     def _note_holder(self, live: Live, done: int, holder: Holder) -> None:
@@ -348,13 +353,41 @@ class Recorder:
             gradient = self._consumer.heap.find(holder.gradient)
             line = None if gradient is None else self._consumer.loop.graph_backward_before(gradient.time_ns)
         news = holder.root, holder.chain, line
-        if self._held.get(live.id) == news:
-            return
-        self._held[live.id] = news
+        if self._held.get(live.id) != news:
+            self._held[live.id] = news
+            self._add_holder(live.id, done, holder.root, holder.chain, line, NONE)
+
+    def _add_holder(self, allocation: int, done: int, root: str, chain: str, line: str | None, size: int) -> None:
         if line is not None and not self._rows.knows(line):
             self._statements.add(line)
         intern = self._rows.intern
-        self._rows["holders"].append((live.id, done, intern(holder.root), intern(holder.chain), intern(line)))
+        self._rows["holders"].append((allocation, done, intern(root), intern(chain), intern(line), size))
+
+    def _explain_beside(self) -> None:
+        """Looks for who keeps what the process gains beside its tensors, where a step has just ended."""
+        rss, self._rss = self._rss, None
+        if rss is None or not self._containers.due(rss - self._consumer.heap.cpu_bytes()):
+            return
+        parts, stopped = self._containers.look()
+        self._say(stopped)
+        if not parts:
+            return
+        walked = walk_from(
+            {number: part.things for number, part in enumerate(parts)},
+            {number: part.group for number, part in enumerate(parts)}, self._ran)
+        self._say(walked.stopped)
+        told: set[int] = set()
+        for holder in walked.holders:  # of each group, who holds the most of it comes first
+            part = parts[holder.address]
+            if part.group not in told and holder.root not in _CYCLES:
+                told.add(part.group)
+                self._add_holder(
+                    NONE, self._loop.steps.closed, holder.root, holder.chain, holder.line, part.bytes)
+
+    def _say(self, what: str | None) -> None:
+        """Notes what was not seen, once."""
+        if what is not None and what not in self._said:
+            self._said.append(what)
 
     def _ran(self, line: str) -> bool:
         """Whether a torch function was called, or a module, from a line."""
@@ -406,6 +439,7 @@ class Recorder:
                 or self._wanted_level() is not self._level
             ):
                 self._lines.suspend()
+                self._rss = end.host_rss
                 self._cut(reopen=True)
                 self._lines.resume()
             self._show_progress()

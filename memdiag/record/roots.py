@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType, ModuleType
 from typing import Any
@@ -50,9 +51,14 @@ class Root:
 
 
 class Roots:
-    """The roots of this moment. It keeps no reference to what they hold."""
+    """The roots of this moment. It keeps no reference to what they hold.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: ids of objects that variables are looked for, whether the collector knows them or not.
+    """
+
+    def __init__(self, wanted: Container[int] = ()) -> None:
+        self._wanted = wanted
         self._local: dict[int, list[Root]] = {}
         self._shared: dict[int, Root] = {}
         self.running: set[int] = set()  # frames
@@ -81,7 +87,7 @@ class Roots:
             return
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         for name, value in locals_of(frame).items():
-            if gc.is_tracked(value):
+            if gc.is_tracked(value) or id(value) in self._wanted:
                 self._local.setdefault(id(value), []).append(Root(
                     LOCAL, name, code, code.co_filename, frame.f_lineno, name in arguments,
                     isinstance(value, (torch.Tensor, tuple))))

@@ -136,8 +136,9 @@ SCHEMA: dict[str, dict[str, str]] = {
         "step": "i8", "phase": "u1", "span": "i8", "line": "i4", "kernel": "i4", "caller": "i4",
     },
     # Who keeps what survives: `chain` from a root to the tensor, and the statement that put it there. An allocation
-    # that was looked at again and found elsewhere has several rows; the last is the one that counts.
-    "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4"},
+    # that was looked at again and found elsewhere has several rows; the last is the one that counts. Rows without an
+    # allocation (NONE) are about memory beside tensors: `bytes` is what was kept in the container at the chain's end.
+    "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4", "bytes": "i8"},
 }
 
 GARBAGE = "only a reference cycle: freed by the next garbage collection"

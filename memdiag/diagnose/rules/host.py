@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Class, Finding, Severity
+from memdiag.diagnose.model import Advice, Class, Finding, Holder, Severity
 from memdiag.policy import HOST_GROWTH_BYTES, HOST_GROWTH_STEPS
+from memdiag.trace import NONE
+from memdiag.trace.places import relative
 from memdiag.units import format_bytes
 
 
@@ -37,9 +39,31 @@ def host_memory(found: Evidence) -> Iterable[Finding]:
     if growth is None or not growth[0] or growth[1] < found.peak_bytes:
         return
     rate, total = growth
+    evidence = [
+        f"resident memory grew by {format_bytes(total)} over the steps, tensors not counted",
+        f"PyTorch's own peak is {format_bytes(found.peak_bytes)}: its tensors are not what grows",
+    ]
+    holder, kept = _holder(found)
+    advice: list[Advice] = []
+    if holder is not None:
+        evidence.append(
+            "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
+            + f": {format_bytes(kept)} of arrays when last looked at")
+        advice.append(Advice("bound the cache, or store it smaller (uint8, a memory map)", None))
     yield Finding(
         Class.HOST_MEMORY, "host_growth", f"The process grows by {format_bytes(round(rate))} with every step",
-        Severity.HIGH, total, total / found.peak_bytes if found.peak_bytes else 1.0,
-        [f"resident memory grew by {format_bytes(total)} over the steps, tensors not counted",
-         f"PyTorch's own peak is {format_bytes(found.peak_bytes)}: its tensors are not what grows"],
-        [])
+        Severity.HIGH, total, total / found.peak_bytes if found.peak_bytes else 1.0, evidence, advice, holder=holder)
+
+
+def _holder(found: Evidence) -> tuple[Holder | None, int]:
+    """Who held the most arrays beside the tensors at the last look that found somebody, and their bytes."""
+    trace = found.run.trace
+    holders = trace["holders"]
+    beside = np.flatnonzero(holders["allocation"] == NONE)
+    if not len(beside):
+        return None, 0
+    last = beside[holders["step"][beside] == holders["step"][beside[-1]]]
+    row = int(last[np.argmax(holders["bytes"][last])])
+    chain = trace.string(int(holders["chain"][row])) or ""
+    return Holder(relative(trace, trace.string(int(holders["line"][row]))), chain.split(" → ")), int(
+        holders["bytes"][row])
