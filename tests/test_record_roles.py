@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,3 +219,33 @@ class TestOnTrainingsOfAnyKind:
             assert Role.UNKNOWN not in seen.roles.role[seen.roles.start >= 0]
         if seen.trace.peak_step is not None:
             Seen(seen.trace.peak_step).closes()
+
+
+BUFFERS = """
+import torch
+from torch import nn
+
+model = nn.Linear(211, 307, bias=False)                                # 259,108 bytes
+summed, before = torch.zeros_like(model.weight), torch.zeros_like(model.weight)
+momentum, average = torch.zeros_like(model.weight), model.weight.detach().clone()
+for step in range(6):
+    summed.zero_()
+    for _ in range(2):
+        model.weight.grad = None
+        model(torch.randn(5, 211)).square().mean().backward()
+        summed.add_(model.weight.grad, alpha=0.5)
+    with torch.no_grad():
+        before.copy_(summed)
+        momentum.mul_(0.9).add_(model.weight.grad)
+        change = 0.01 * momentum
+        model.weight.sub_(change)
+        average.lerp_(model.weight, 0.1)
+"""
+
+
+def test_buffers_of_the_scripts_own_are_what_is_written_into_and_read_from_them(tmp_path: Path) -> None:
+    # GIVEN a sum of gradients, a copy of it, a momentum, and an average of the weights: all of one size, all by hand
+    seen = record_script(tmp_path, BUFFERS)
+    # THEN each is what the script does with it, and the average is no more than held
+    in_order = [seen.role_of(row)[0] for row in seen.rows(211 * 307 * 4)[:5]]
+    assert in_order == [Role.PARAMETERS, Role.GRADIENTS, Role.GRADIENTS, Role.OPTIMIZER_STATE, Role.HELD]

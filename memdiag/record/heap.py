@@ -40,6 +40,7 @@ class Live:
         saved: kept by autograd, with a history.
         sources: addresses that the script's own operator read to make it.
         mirrors: buffers, itself included, that the script writes gradients into and that it is or was made from.
+        wants_gradients: the tensor that a variable leads to is a parameter, or one in all but name.
         claims: role -> (name, proof, from birth).
     """
 
@@ -53,9 +54,11 @@ class Live:
     saved: bool = False
     sources: tuple[int, ...] = ()
     mirrors: tuple[Live, ...] = ()
+    wants_gradients: bool = False
     claims: dict[Role, tuple[str | None, str, bool]] = field(default_factory=dict)
 
 
+MIRRORS = "the script writes gradients into it"
 UNRECORDED = Birth(NONE, NONE, NONE, True)
 
 
@@ -316,8 +319,8 @@ class Heap:
     def written(self, target_address: int, sources: tuple[int, ...]) -> None:
         """The script's own operator wrote in place, having read ``sources``.
 
-        A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before), unless
-        it turns out to want gradients itself. If parameters are updated from it, it is an optimizer's state.
+        A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before),
+        unless it turns out to want gradients itself. If parameters are updated from it, it is an optimizer's state.
         """
         target = self._at.get(target_address)
         read = [self._at[address] for address in sources if address in self._at]
@@ -327,11 +330,14 @@ class Heap:
             for buffer in {id(m): m for live in read for m in live.mirrors}.values():
                 self.say(buffer, Role.OPTIMIZER_STATE, None, "the script updates the parameters from it")
         elif (
-            target.birth.loose and not target.saved and target.claims.keys() <= {Role.HELD}
+            target.birth.loose and not target.saved and not target.wants_gradients
+            and target.claims.keys() <= {Role.HELD}
             and any(Role.GRADIENTS in live.claims or live.mirrors for live in read)
         ):
             self._mirrored = True
             target.mirrors = (target,)
+            if target.claims:  # looked at before, when nothing had been written into it
+                self.say(target, Role.GRADIENTS, None, MIRRORS)
 
     def replayed(self, address: int) -> None:
         """A forward that runs again for a checkpoint wrote in place: where that is a module's state, it is told."""

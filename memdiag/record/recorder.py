@@ -19,7 +19,7 @@ from memdiag.record.consume import Consumer
 from memdiag.record.containers import Containers
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
-from memdiag.record.heap import Live
+from memdiag.record.heap import MIRRORS, Live
 from memdiag.record.holders import Ends, Holder, walk, walk_from
 from memdiag.record.lines import Lines
 from memdiag.record.loop import Loop
@@ -336,13 +336,14 @@ class Recorder:
                 self._note_holder(live, done, holder)
             if address not in candidates or holder.root in _CYCLES:
                 continue
+            live.wants_gradients = holder.parameter
             role, proof = Role.HELD, f"reached from {holder.root}"
             if holder.parameter and not self._modules.names.model_seen:
                 role, proof = Role.PARAMETERS, f"wants gradients, has no history, and is reached from {holder.root}"
             elif any(defines(owner, line) for owner in holder.owners for line in writers):
                 role, proof = Role.OPTIMIZER_STATE, "kept by the object that updates the parameters"
             elif live in live.mirrors and not holder.parameter:
-                role, proof = Role.GRADIENTS, "the script writes gradients into it"
+                role, proof = Role.GRADIENTS, MIRRORS
             consumer.heap.say(live, role, holder.chain, proof)
 
     def _note_holder(self, live: Live, done: int, holder: Holder) -> None:
