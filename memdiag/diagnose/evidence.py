@@ -25,7 +25,7 @@ _CLASS_OF_ROLE = {
     Role.SAVED_ACTIVATIONS: Class.ACTIVATION,
     Role.OTHER_ACTIVATIONS: Class.ACTIVATION,
     Role.RECOMPUTED_ACTIVATIONS: Class.ACTIVATION,
-    Role.BACKWARD_TEMPORARIES: Class.WORKSPACE,
+    Role.BACKWARD_TEMPORARIES: Class.ACTIVATION,  # gradients of activations, on their way through backward
     Role.WORKSPACE: Class.WORKSPACE,
 }
 
@@ -78,6 +78,7 @@ class Evidence:
             found[self.role == role] = cls
         found[self.scratch] = Class.WORKSPACE
         found[self.copies] = Class.PARAMETERS
+        found[self.arriving] = Class.GRADIENTS
         found[self.leaked] = Class.LEAK
         return found
 
@@ -115,6 +116,13 @@ class Evidence:
         """Storages of the parameters' sizes that variables of the script hold: copies of the model."""
         sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
         found: Mask = (self.role == Role.HELD) & np.isin(self.size, sizes)
+        return found
+
+    @cached_property
+    def arriving(self) -> Mask:
+        """Temporaries of backward of a parameter's size: gradients that are added to one that is there already."""
+        sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
+        found: Mask = (self.role == Role.BACKWARD_TEMPORARIES) & np.isin(self.size, sizes)
         return found
 
     @cached_property

@@ -22,6 +22,6 @@ KINDS = frozenset((
     "growth", "garbage_cycle", "host_growth", "activations", "evaluation_graph", "hidden_states", "retained_graph",
     "attention_matrix",
     "logits", "worst_batch", "optimizer_state", "gradients", "gradient_buffers", "parameters", "model_copy", "inputs",
-    "kept_batches", "optimizer_temporaries", "scratch", "backward_temporaries", "workspace",
+    "kept_batches", "optimizer_temporaries", "scratch", "workspace",
     "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall"))
 """Every kind that a rule may give."""

@@ -36,6 +36,9 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
         + (f" at {place.line}" if place.line else ""),
         f"checkpointing could free {format_bytes(found.saving(found.reachable))} at most",
     ]
+    passing = found.bytes_of(chosen & (found.role == Role.BACKWARD_TEMPORARIES))
+    if passing:
+        evidence.append(f"{format_bytes(passing)} of it are gradients on their way through backward")
     advice = _checkpointing(found)
     if not advice:
         evidence.append("checkpointing is not the answer: no boundary around modules would free much of it")
@@ -116,9 +119,8 @@ def _attention(found: Evidence, chosen: Mask) -> Finding | None:
 
 
 def _logits(found: Evidence, chosen: Mask) -> Finding | None:
-    everything = chosen | found.of(Class.WORKSPACE)
-    mine = everything & found.saves.alike(found.saves.logits)
-    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(everything):
+    mine = chosen & found.saves.alike(found.saves.logits)
+    if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,

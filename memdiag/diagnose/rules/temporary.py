@@ -1,4 +1,4 @@
-"""What comes and goes inside a step: workspaces, scratch without gradients, temporaries of backward and optimizer."""
+"""What comes and goes inside a step: workspaces, scratch without gradients, temporaries of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def temporary(found: Evidence) -> Iterable[Finding]:
     parts = {
         "optimizer_temporaries": everything & (found.role == Role.OPTIMIZER_TEMPORARIES),
         "scratch": everything & found.scratch,
-        "backward_temporaries": everything & (found.role == Role.BACKWARD_TEMPORARIES),
         "workspace": everything & (found.role == Role.WORKSPACE),
     }
     kind = max(parts, key=lambda name: found.bytes_of(parts[name]))
@@ -41,8 +40,6 @@ _WORDS = {
     "scratch": (
         "Code that runs without gradients builds large temporaries",
         "compute it in chunks, or with an operator that does not build them"),
-    "backward_temporaries": (
-        "Backward makes large temporaries", "smaller tensors at the place where they are made: chunk the computation"),
     "workspace": (
         "Operators take large workspaces", "an operator or algorithm with a smaller workspace, or chunks of the input"),
 }

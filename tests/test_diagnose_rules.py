@@ -1,0 +1,166 @@
+"""Rules on small real trainings: a pattern is found where it is, with its closed-form bytes, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from recording import record
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memdiag.diagnose import Class, Diagnosis, Finding, diagnose
+from memdiag.trace.view import View
+
+
+def diagnosis(train: Callable[[], None]) -> Diagnosis:
+    return diagnose(View(record(train).trace))
+
+
+def kinds(found: Diagnosis) -> list[str]:
+    return [finding.kind for finding in found.findings]
+
+
+def of_kind(found: Diagnosis, kind: str) -> Finding:
+    (finding,) = [finding for finding in found.findings if finding.kind == kind]
+    return finding
+
+
+def steps(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], number: int = 5) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        return (q @ k.transpose(1, 2) / 32**0.5).softmax(-1) @ v
+
+
+class TestActivations:
+    def test_an_attention_matrix_is_named_with_its_bytes(self) -> None:
+        found = diagnosis(lambda: steps(Attention(False), lambda m: m(torch.randn(2, 700, 32)).square().mean()))
+        finding = of_kind(found, "attention_matrix")
+        # The softmax is saved; gradients of the same size are alive beside it when backward comes by.
+        matrix = 2 * 700 * 700 * 4
+        assert finding.bytes >= matrix
+        assert finding.bytes % matrix == 0
+        assert found.verdict.cls is Class.ACTIVATION
+
+    def test_a_fused_attention_has_none(self) -> None:
+        found = diagnosis(lambda: steps(Attention(True), lambda m: m(torch.randn(2, 3000, 32)).square().mean()))
+        assert "attention_matrix" not in kinds(found)
+
+    def test_logits_are_named(self) -> None:
+        def loss(model: nn.Module) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(torch.randn(64, 16)), torch.zeros(64, dtype=torch.long))
+
+        found = diagnosis(lambda: steps(nn.Linear(16, 20_000), loss))
+        assert of_kind(found, "logits").bytes % (64 * 20_000 * 4) == 0
+
+    def test_a_teacher_with_a_graph_is_named_and_one_without_is_not(self) -> None:
+        def train(grad: bool) -> None:
+            teacher = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())])
+            x = torch.randn(1024, 256)
+
+            def loss(student: nn.Module) -> torch.Tensor:
+                with torch.set_grad_enabled(grad):
+                    target = teacher(x)
+                return (student(x) - target.detach()).square().mean()
+
+            steps(nn.Linear(256, 256), loss)
+
+        finding = of_kind(diagnosis(lambda: train(True)), "evaluation_graph")
+        assert finding.bytes == 8 * 1024 * 256 * 4  # the outputs of tanh, each the input of the next layer too
+        assert "evaluation_graph" not in kinds(diagnosis(lambda: train(False)))
+
+    def test_summed_micro_batches_are_named_and_pairs_are_not(self) -> None:
+        def train(batches: int) -> None:
+            model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 8))
+
+            def loss(model: nn.Module) -> torch.Tensor:
+                return torch.stack([model(torch.randn(512, 256)).square().mean() for _ in range(batches)]).sum()
+
+            steps(model, loss)
+
+        found = diagnosis(lambda: train(6))
+        finding = of_kind(found, "retained_graph")
+        # What is freed is what five of the six keep beside their inputs: the output of tanh.
+        (advice,) = finding.advice
+        assert advice.bytes == pytest.approx(5 * 512 * 512 * 4, rel=0.01)
+        assert "retained_graph" not in kinds(diagnosis(lambda: train(2)))
+
+    def test_one_long_batch_is_named(self) -> None:
+        lengths = iter([64, 64, 64, 1024, 64, 64])
+        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
+        found = diagnosis(lambda: steps(model, lambda m: m(torch.randn(2, next(lengths), 64)).square().mean(), 6))
+        assert "worst_batch" in kinds(found)
+
+
+class TestScaling:
+    def test_it_is_measured_where_batches_differ(self) -> None:
+        sizes = iter([256, 512, 1024, 768, 1280, 1024])
+        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
+        found = diagnosis(lambda: steps(model, lambda m: m(torch.randn(next(sizes), 64)).square().mean(), 6))
+        (row,) = [row for row in found.scaling if row.role == "saved_activations"]
+        assert (row.by, row.source) == ("batch", "measured")
+        # Of each row the output of tanh is kept, and four outputs for the loss.
+        assert row.bytes_per_unit == pytest.approx((512 + 4) * 4, rel=0.01)
+        assert row.fixed_bytes == pytest.approx(0, abs=64 * 1024)
+
+    def test_it_is_told_by_shapes_where_they_do_not(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
+        found = diagnosis(lambda: steps(model, lambda m: m(torch.randn(1024, 64)).square().mean()))
+        (row,) = found.scaling
+        assert (row.by, row.source) == ("batch", "shapes")
+        assert row.bytes_per_unit == pytest.approx((512 + 4) * 4, rel=0.01)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, parts: list[nn.Module], chosen: set[int], reentrant: bool = False) -> None:
+        super().__init__()
+        self.parts, self.chosen, self.reentrant = nn.ModuleList(parts), chosen, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, part in enumerate(self.parts):
+            x = checkpoint(part, x, use_reentrant=self.reentrant) if number in self.chosen else part(x)
+        return x
+
+
+class TestCheckpoints:
+    def test_statistics_that_move_twice_are_named(self) -> None:
+        def train(chosen: set[int]) -> None:
+            model = Checkpointed([nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)], chosen)
+            steps(model, lambda m: m(torch.randn(2048, 256)).square().mean())
+
+        finding = of_kind(diagnosis(lambda: train({0, 1})), "replay_hazard")
+        assert "parts.1.num_batches_tracked" in finding.evidence[0]
+        assert "replay_hazard" not in kinds(diagnosis(lambda: train({0, 2})))
+
+    def test_a_reentrant_checkpoint_without_a_gradient_is_named(self) -> None:
+        def train(wants: bool) -> None:
+            model = Checkpointed([nn.Linear(256, 256), nn.Linear(256, 256)], {0}, reentrant=True)
+            steps(model, lambda m: m(torch.randn(2048, 256, requires_grad=wants)).square().mean())
+
+        with pytest.warns(UserWarning, match="requires_grad=True"):
+            assert "reentrant_pitfall" in kinds(diagnosis(lambda: train(False)))
+        assert "reentrant_pitfall" not in kinds(diagnosis(lambda: train(True)))
+
+    def test_checkpoints_that_free_nothing_are_named(self) -> None:
+        def train(chosen: set[int]) -> None:
+            mlp = [nn.Sequential(nn.Linear(128, 1024), nn.Tanh(), nn.Linear(1024, 128)) for _ in range(3)]
+            steps(Checkpointed([*mlp, nn.Linear(128, 4)], chosen), lambda m: m(torch.randn(1024, 128)).square().mean())
+
+        assert "checkpoint_frees_nothing" in kinds(diagnosis(lambda: train({3})))
+        assert "checkpoint_frees_nothing" not in kinds(diagnosis(lambda: train({0, 1, 2})))
