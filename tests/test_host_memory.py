@@ -1,7 +1,7 @@
 """Memory of the process that grows beside its tensors, and the statement that keeps it: many ways, each in a script.
 
 The statement that keeps the arrays has the comment ``# keeps``: the line that is expected comes from the script's text,
-and the growth that is expected from what the script says it has kept.
+and the bytes that are expected from the size of the arrays.
 """
 
 from __future__ import annotations
