@@ -59,6 +59,10 @@ HOST_GROWTH_BYTES = 32 << 20
 """Growth of the process, over the later half of the run, below which it is noise: the C library gives memory back in
 arenas of this size or less, and reading the recording takes up to about as much for a while."""
 
+RECORDING_ADDS = 128 << 20
+"""Growth of the process that the recording itself may cause: it added 124 MiB at most in the runs of
+``benchmarks/long_run.py``. Less than that is no finding, unless somebody was found who keeps it."""
+
 HOST_GROWTH_STEPS = 8
 """Steps from which the growth of the process is judged: the later half is then four increments, of which two may be
 leaps of the C library without moving the median."""

@@ -214,3 +214,40 @@ class TestScripts:
         assert seen.line.peak_bytes == count("peak")  # nothing was there when the script began
         assert [int(b) for b in seen.trace["steps"]["end_bytes"]] == count("ends")
         assert not any("module calls with gradients on other threads" in said for said in seen.trace.not_seen)
+
+
+def by_transforms() -> None:
+    """Training with torch.func: parameters are replaced in each step, so none may be kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 200))
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (torch.func.functional_call(model, parameters, (x,)) - x).square().mean()
+
+    for _ in range(8):
+        gradients = torch.func.grad(loss)(parameters, torch.randn(40, 200))
+        parameters = {name: parameters[name] - 0.1 * gradients[name] for name in parameters}
+
+
+def test_what_transforms_make_is_not_kept_by_the_recording() -> None:
+    by_transforms()
+    seen = record(by_transforms)
+    assert seen.peak == peak_of_the_profiler(by_transforms)
+    assert any("torch.func" in said for said in seen.trace.not_seen)
+
+
+def test_steps_of_functional_calls_can_be_chosen() -> None:
+    # GIVEN a loop whose only module calls are functional, with weights of its own
+    def train() -> None:
+        model = nn.Linear(20, 20)
+        weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        for _ in range(6):
+            out = torch.func.functional_call(model, weights, (torch.randn(5, 20),))
+            gradients = torch.autograd.grad(out.square().mean(), list(weights.values()))
+            weights = {name: (w - 0.1 * g).detach().requires_grad_()
+                       for (name, w), g in zip(weights.items(), gradients, strict=True)}
+
+    # WHEN only the first step is wanted in full THEN the others are light
+    seen = record(train, steps=(0, 1))
+    assert list(seen.trace["steps"]["level"]) == [0, 1, 1, 1, 1, 1]

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,31 @@ def test_stop_after(script) -> None:
     assert (process.returncode, err) == (0, "")
     assert out.splitlines() == ["step 0", "bye"]
     assert list(load(path.parent / "run.mdiag")["steps"]["step"]) == [0, 1]
+
+
+FREES_IN_BACKWARD = """
+import torch
+from torch import nn
+
+model = nn.Sequential(*[layer for _ in range(60) for layer in (nn.Linear(300, 300), nn.Tanh())])
+x = torch.randn(400, 300)
+print("ready", flush=True)
+while True:
+    model(x).mean().backward()
+"""
+
+
+def test_one_interrupt_is_enough_while_graphs_are_freed(tmp_path: Path) -> None:
+    # GIVEN a script that spends its time in backward, whose graph goes as it runs
+    path = tmp_path / "train.py"
+    path.write_text(FREES_IN_BACKWARD)
+    for attempt in range(4):
+        process = profiled(path, "-f")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1 + 0.037 * attempt)
+        # WHEN it is interrupted once THEN it ends
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert "KeyboardInterrupt" in err
+        assert "ignored" not in err

@@ -114,12 +114,13 @@ def inside_torch_call(frame: FrameType | None) -> bool:
     """
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_TORCH) and name[len(_TORCH) :].startswith(_HOLDING):
+        if name.startswith(_TORCH) and name[len(_TORCH) :].startswith(_HOLDING) and not name.endswith(_NOT_HOLDING):
             return True
         frame = frame.f_back
     return False
 
 
+_NOT_HOLDING = os.sep + "functional_call.py"  # a module call with other parameters
 _HOLDING = tuple(
     part.replace("/", os.sep)
     for part in (

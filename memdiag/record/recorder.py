@@ -41,6 +41,7 @@ from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 _CUT_AT_STEP_END = 2_500
 _CUT_ANYWHERE = 15_000
 _PROGRESS_SECONDS = 0.25
+_NO_SHAPES = "what operators read, from step {step} on: recording it would keep what torch.func's transforms make alive"
 _STILL_OPEN = "everything after step {step}: an operator was running where the stream had to be cut"
 _FIRST_EVALUATION_LOOK = 4  # forwards without gradients; then at twice as many each time
 _CYCLES = frozenset({GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE})
@@ -106,7 +107,7 @@ class Recorder:
         self._stream = Stream(self._marks)
         self._consumer = Consumer(self._rows, now, has_accelerator(), self._stream.failed_requests)
         self._lines = Lines(self._marks)
-        self._saves = Saves(self._marks, self._active)
+        self._saves = Saves(self._marks, self._active, self._transform_begins)
         self._loop = Loop(
             self._marks, self._lines, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
         self._others = OtherProfilers(self._make_way, lambda: self._loop.steps.closed)
@@ -426,6 +427,17 @@ class Recorder:
             self._modules.suspend()
             self._cut(reopen=True, level=self._level, look=look)  # levels change where steps end
             self._modules.resume()
+
+    def _transform_begins(self) -> None:
+        """torch.func is at work: from here on, no shapes."""
+        if not self._stream.shapes:
+            return
+        self._stream.shapes = False
+        self._say(_NO_SHAPES.format(step=self._loop.steps.closed))
+        if self._stream.level is Level.FULL and not self._loop.busy and not self._modules.depth:
+            self._lines.suspend()
+            self._cut(reopen=True, level=self._level)
+            self._lines.resume()
 
     def _step_ended(self, end: StepEnd) -> None:
         end.host_rss = machine.host_rss()

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from time import time_ns
 from typing import Any
 
@@ -26,6 +27,9 @@ class Saves:
     Known limitations: only the innermost hooks run, so what happens inside a checkpointed region, or under
     ``save_on_cpu`` of the user's, is not seen here.
 
+    Args:
+        forbidden: called where torch.func, or the script, forbids hooks.
+
     Attributes:
         recording: whether tensors are noted at all.
         suspended: how often the hooks had to be taken off, for torch.func and its like.
@@ -33,15 +37,16 @@ class Saves:
         count: tensors packed so far, in full recording.
     """
 
-    def __init__(self, marks: Marks, active: Callable[[], bool]) -> None:
+    def __init__(self, marks: Marks, active: Callable[[], bool], forbidden: Callable[[], None]) -> None:
         self._marks = marks
-        self.active = active
+        self.active, self._forbidden = active, forbidden
         self._installed = False
         self._above = 0  # pairs of the script's own, inside ours
         self._undo: list[Callable[[], None]] = []
         self.suspended = 0
         self.recording = self.light = False
         self.times = SaveTimes()
+        self._releases = _Releases()
         self.count = 0
 
     def start(self) -> None:
@@ -99,6 +104,8 @@ class Saves:
         def disable(message: str, *args: Any, **kwargs: Any) -> Any:
             # torch.func's transforms, and scripts, forbid hooks for a while, and would find ours.
             popped = self.active() and self._pop()
+            if popped:
+                self._forbidden()
             try:
                 result = original(message, *args, **kwargs)
             except BaseException:
@@ -122,6 +129,7 @@ class Saves:
     def take(self) -> SaveTimes:
         """The times so far; they start anew."""
         taken, self.times = self.times, SaveTimes()
+        taken.released = self._releases.take()
         return taken
 
     @plain
@@ -141,7 +149,7 @@ class Saves:
             user_line(sys._getframe(2)),
         )
         with self._marks.range((SAVE, entry)):
-            return Packed(tensor, self, save)
+            return self._releases.watch(Packed(tensor, self, save))
 
 
 class Packed:
@@ -158,7 +166,7 @@ class Packed:
             forward made nodes itself.
     """
 
-    __slots__ = ("history", "original", "owner", "save", "sequence", "tensor", "users", "version")
+    __slots__ = ("__weakref__", "history", "original", "owner", "save", "sequence", "tensor", "users", "version")
 
     def __init__(self, tensor: torch.Tensor, owner: Saves | None, save: int) -> None:
         node = tensor.grad_fn
@@ -174,9 +182,40 @@ class Packed:
         self.save = save
         self.users: tuple[Callable[[Any], torch.Tensor], Any] | None = None  # the script's own unpack, and its packed
 
-    def __del__(self) -> None:
-        if self.owner is not None:
-            self.owner.times.released.append((self.save, time_ns()))
+
+class _Release(weakref.ref["Packed"]):
+    __slots__ = ("save",)
+    save: int
+
+
+class _Releases:
+    """When packed tensors are let go.
+
+    Most go while autograd's C++ code frees a graph. A signal that arrived in the meantime is raised by the first
+    Python code that runs after it, and an exception inside a destructor is lost: a Ctrl-C would be. So what runs here
+    is C code alone: one weak reference that appends itself to a list, and one that appends the time.
+    """
+
+    def __init__(self) -> None:
+        self._gone: list[_Release] = []
+        self._times: list[int] = []
+        self._tick = partial(next, map(self._times.append, iter(time_ns, -1)))
+        self._watched: dict[int, tuple[_Release, weakref.ref[Packed]]] = {}
+
+    def watch(self, packed: Packed) -> Packed:
+        release = _Release(packed, self._gone.append)
+        release.save = packed.save
+        self._watched[packed.save] = release, weakref.ref(packed, self._tick)
+        return packed
+
+    def take(self) -> list[tuple[int, int]]:
+        """(save, time) of those that went since the last time."""
+        number = min(len(self._gone), len(self._times))
+        taken = [(release.save, time) for release, time in zip(self._gone[:number], self._times[:number], strict=True)]
+        del self._gone[:number], self._times[:number]
+        for save, _ in taken:
+            del self._watched[save]
+        return taken
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

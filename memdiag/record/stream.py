@@ -30,6 +30,9 @@ class Stream:
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self.level: Level | None = None
+        # Whether full recording has the shapes, and with them the storages that operators read. What torch.func wraps
+        # is then kept alive until the chunk is read.
+        self.shapes = True
         self._failures = Failures()
         self._result: Any = None  # of the chunk that was closed last, until it has been read
         # The originals, taken before anyone wraps them to watch for a profiler of the user's own.
@@ -41,7 +44,7 @@ class Stream:
         assert self.level is None
         config = _profiler.ProfilerConfig(
             ProfilerState.KINETO,
-            level is Level.FULL,  # shapes, and with them the storages that operators read
+            level is Level.FULL and self.shapes,
             True,  # memory
             False,  # Python stacks: blind to operators such as `x @ y`, and slow
             False,

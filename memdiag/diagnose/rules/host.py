@@ -8,7 +8,7 @@ import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Severity
-from memdiag.policy import HOST_GROWTH_BYTES, HOST_GROWTH_STEPS
+from memdiag.policy import HOST_GROWTH_BYTES, HOST_GROWTH_STEPS, RECORDING_ADDS
 from memdiag.trace import NONE
 from memdiag.trace.places import relative
 from memdiag.units import format_bytes
@@ -39,11 +39,13 @@ def host_memory(found: Evidence) -> Iterable[Finding]:
     if growth is None or not growth[0] or growth[1] < found.peak_bytes:
         return
     rate, total = growth
+    holder, kept = _holder(found)
+    if holder is None and total < RECORDING_ADDS:
+        return
     evidence = [
         f"resident memory grew by {format_bytes(total)} over the steps, tensors not counted",
         f"PyTorch's own peak is {format_bytes(found.peak_bytes)}: its tensors are not what grows",
     ]
-    holder, kept = _holder(found)
     advice: list[Advice] = []
     if holder is not None:
         evidence.append(
