@@ -98,7 +98,7 @@ def test_what_holds_more_of_one_place_is_preferred() -> None:
 
 def test_the_graph_leads_to_what_it_saved() -> None:
     # GIVEN a number whose graph saved a tensor that nothing else has, through hooks like the recording's
-    saves = Saves(Marks(), lambda: True)
+    saves = Saves(Marks(), lambda: True, lambda: None)
     saves.start()
     try:
         weight = torch.ones(1, requires_grad=True)
@@ -133,7 +133,7 @@ def test_cycles_are_told_from_leaks() -> None:
     # result, of a parameter and a gradient with a graph
     gc.collect()
     gc.disable()
-    saves = Saves(Marks(), lambda: True)
+    saves = Saves(Marks(), lambda: True, lambda: None)
     saves.start()
     try:
         plain = Bank()
@@ -163,7 +163,7 @@ def test_nothing_is_kept_by_looking() -> None:
     # GIVEN a graph and a list of tensors, and no garbage collection that would clean up
     gc.collect()
     gc.disable()
-    saves = Saves(Marks(), lambda: True)
+    saves = Saves(Marks(), lambda: True, lambda: None)
     saves.start()
     try:
         kept = [torch.ones(14), torch.ones(15)]
@@ -191,7 +191,7 @@ def test_a_walk_that_must_stop_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_graph_that_is_too_large_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a graph, and time for two of its nodes, WHEN what it saved first is looked for, THEN the walk says so
-    saves = Saves(Marks(), lambda: True)
+    saves = Saves(Marks(), lambda: True, lambda: None)
     saves.start()
     monkeypatch.setattr(policy, "WALK_NODES", 2)
     try:
