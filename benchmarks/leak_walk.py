@@ -63,7 +63,7 @@ def one(number: int) -> dict[str, object]:
     gc.disable()
     # A dictionary with a list in it is two objects; both in a list of all.
     script = [{"row": [index]} for index in range(max(number - len(gc.get_objects()), 0) // 2)]
-    saves = Saves(Marks(), lambda: True)
+    saves = Saves(Marks(), lambda: True, lambda: None)
     saves.start()
     weight = torch.ones(1, requires_grad=True)
     losses, results = [], {}
