@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from memdiag.cli import paths
-from memdiag.cli.output import show
+from memdiag.cli.output import json_path, show_or_write
 
 
 @click.command()
@@ -30,21 +29,13 @@ def compare(a: Path, b: Path, json_file: str | None, force: bool) -> Callable[[]
 
 
 def _compare(a: Path, b: Path, json_file: str | None, force: bool) -> int:
-    destination = None if json_file in (None, "-") else Path(str(json_file))
-    if destination is not None:
-        paths.check_apart([destination], inputs=[a, b])
-        paths.check_new(destination, force)
+    destination = json_path(json_file, [a, b], force)
     from memdiag.diagnose import compare as compared
     from memdiag.report import comparison_to_json, render_comparison
     from memdiag.trace import load
     from memdiag.trace.view import View
 
     comparison = compared(View(load(a)), View(load(b)))
-    if json_file == "-":
-        show(comparison_to_json(comparison))
-        return 0
-    show(render_comparison(comparison, (str(a), str(b))))
-    if destination is not None:
-        paths.write(destination, comparison_to_json(comparison))
-        show(f"wrote {destination}")
+    text = render_comparison(comparison, (str(a), str(b)))
+    show_or_write(text, comparison_to_json(comparison), json_file, destination)
     return 0

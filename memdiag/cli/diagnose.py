@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memdiag.cli import paths
-from memdiag.cli.output import show
+from memdiag.cli.output import json_path, show_or_write
 from memdiag.errors import MemdiagError
 from memdiag.units import format_bytes, parse_bytes
 
@@ -61,21 +60,12 @@ def diagnose(run: Path, json_file: str | None, force: bool, fail_on: list[str]) 
 
 
 def _diagnose(run: Path, json_file: str | None, force: bool, fail_on: list[str]) -> int:
-    destination = None if json_file in (None, "-") else Path(str(json_file))
-    if destination is not None:
-        paths.check_apart([destination], inputs=[run])
-        paths.check_new(destination, force)
+    destination = json_path(json_file, [run], force)
     from memdiag.report import render_verdict, summarize, to_json
     from memdiag.trace import load
 
     summary = summarize(load(run))
-    if json_file == "-":
-        show(to_json(summary))
-    else:
-        show(render_verdict(summary))
-    if destination is not None:
-        paths.write(destination, to_json(summary))
-        show(f"wrote {destination}")
+    show_or_write(render_verdict(summary), to_json(summary), json_file, destination)
     failed = [text for condition in fail_on if (text := _failure(condition, summary)) is not None]
     for text in failed:
         click.echo(f"memdiag: failed: {text}", err=True)

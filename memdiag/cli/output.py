@@ -1,8 +1,12 @@
-"""Printing for the verbs that read."""
+"""Printing, and the JSON beside it, for the verbs that read."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from memdiag.cli import paths
 
 
 def show(text: str) -> None:
@@ -11,3 +15,29 @@ def show(text: str) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a sign still gets the figures
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()
+
+
+def json_path(name: str | None, inputs: Sequence[Path], force: bool) -> Path | None:
+    """The file that ``--json`` names, checked before anything is read; None where it names none.
+
+    Raises:
+        MemdiagError: the file must not be written.
+    """
+    if name in (None, "-"):
+        return None
+    path = Path(str(name))
+    paths.check_apart([path], inputs=inputs)
+    paths.check_new(path, force)
+    return path
+
+
+def show_or_write(text: str, as_json: str, name: str | None, path: Path | None) -> None:
+    """Prints the text, or the JSON alone where ``--json -`` asks for that; writes the JSON where it has a path.
+
+    Raises:
+        MemdiagError: the file cannot be written.
+    """
+    show(as_json if name == "-" else text)
+    if path is not None:
+        paths.write(path, as_json)
+        show(f"wrote {path}")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from memdiag.cli import paths
-from memdiag.cli.output import show
+from memdiag.cli.output import json_path, show_or_write
 
 
 @click.command()
@@ -26,20 +25,11 @@ def report(run: Path, json_file: str | None, force: bool) -> Callable[[], int]:
 
 
 def _report(run: Path, json_file: str | None, force: bool) -> int:
-    destination = None if json_file in (None, "-") else Path(str(json_file))
-    if destination is not None:
-        paths.check_apart([destination], inputs=[run])
-        paths.check_new(destination, force)
+    destination = json_path(json_file, [run], force)
     from memdiag.report import render_text, summarize, to_json
     from memdiag.trace import load
 
     summary = summarize(load(run))
-    if json_file == "-":
-        show(to_json(summary))
-        return 0
-    show(render_text(summary))
-    if destination is not None:
-        paths.write(destination, to_json(summary))
-        show(f"wrote {destination}")
+    show_or_write(render_text(summary), to_json(summary), json_file, destination)
     return 0
 
