@@ -19,6 +19,7 @@ from memdiag.record.chains import ANY, GRADIENT, GRAPH, Hops, Link
 from memdiag.record.facts import plain, storage_of
 from memdiag.record.frames import is_ours
 from memdiag.record.graph import Graph
+from memdiag.record.referrers import Referrers
 from memdiag.record.roots import GLOBAL, LOCAL, Root, Roots
 from memdiag.record.saves import Packed
 from memdiag.record.statements import Keeper, Statements
@@ -26,7 +27,6 @@ from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 
 _MOST_LEVELS = 16
 _FURTHER_LEVELS = 4  # beyond the shortest way: a container behind an object is a few links further than a variable
-_LEVEL_COST, _MOST_TARGETS = 22, 480  # of looking at one object, in comparisons; beyond it, Python looks at each object
 _MOST_PER_STORAGE = 4  # of the first, and of the last, tensors that share it
 
 
@@ -166,7 +166,7 @@ class _Walk:
         self._branches: set[tuple[int, int, int]] = set()
         self._last: dict[int, int] = {}  # the level at which enough is known of a tensor
         self._graph: Graph | None = None
-        self._cut = False
+        self._too_deep = False
         self._hidden.add(id(self._kept))  # and not in itself: nothing would ever be let go
         self._hide(self._below, self._tops)
         self._addresses: list[int] = []
@@ -188,8 +188,8 @@ class _Walk:
     def _take_census(self) -> list[Packed]:
         """Finds all tensors and nodes. Returns what autograd has in the stead of tensors."""
         things = gc.get_objects()
-        self._objects = len(things)
-        self._budget = policy.WALK_COMPARISONS
+        self._referrers = Referrers(things)
+        self._hide(*self._referrers.own)
         # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
         types = set(map(type, things))
         tensors = {kind for kind in types if issubclass(kind, torch.Tensor)}
@@ -277,7 +277,7 @@ class _Walk:
             self._hide(above)
             self._expand(level + 1, going, reaching, over, above, fresh)
             frontier, reaching = above, fresh
-        self._cut = True
+        self._too_deep = True
 
     def _top(self, index: int, root: Root, thing: Any, child: Any, level: int) -> None:
         """A way has come to a root. One for which something better may still come is followed by a few levels more."""
@@ -322,8 +322,10 @@ class _Walk:
             for parent, hop in self._through_graph(child):
                 self._hops.setdefault((id(parent), id(child)), hop)
                 lead(parent, child)
-        targets = self._affordable(going)
-        for parent in self._referrers(targets):
+        targets = {key: thing for key, thing in going.items() if not isinstance(thing, Packed)}
+        referrers = self._referrers.of(targets)
+        self._hide(targets, referrers, *self._referrers.own)
+        for parent in referrers:
             if id(parent) in self._hidden or self._is_ours(parent):
                 continue
             for child in gc.get_referents(parent):
@@ -350,34 +352,14 @@ class _Walk:
         self._graph = Graph(self._tensors, self._nodes, self._saved, policy.WALK_NODES)
         self._hide(*self._graph.ours)
 
-    def _affordable(self, going: dict[int, Any]) -> dict[int, Any]:
-        """Those whose referrers the walk has time to look for."""
-        targets = {key: thing for key, thing in going.items() if not isinstance(thing, Packed)}
-        self._hide(targets)
-        each = self._budget // max(self._objects, 1) - _LEVEL_COST
-        if each < min(len(targets), _MOST_TARGETS):
-            self._cut = True
-            for key in list(targets)[max(each, 0):]:
-                del targets[key]
-        if targets:
-            self._budget -= self._objects * (_LEVEL_COST + min(len(targets), _MOST_TARGETS))
-        return targets
-
-    def _referrers(self, targets: dict[int, Any]) -> list[Any]:
-        if not targets:
-            return []
-        if len(targets) <= _MOST_TARGETS:
-            found = gc.get_referrers(*targets.values())
-        else:
-            referents = gc.get_referents
-            found = [thing for thing in gc.get_objects() if any(id(child) in targets for child in referents(thing))]
-        self._hide(found)
-        return found
-
     def _is_ours(self, parent: Any) -> bool:
         if isinstance(parent, FrameType):
             return id(parent) in self._roots.running or is_ours(parent.f_code)
         return str(type(parent).__module__).startswith("memdiag.") and not isinstance(parent, Packed)
+
+    @property
+    def _cut(self) -> bool:
+        return self._too_deep or self._referrers.cut
 
     # --- what was found ---------------------------------------------------------------------------------------------
 
