@@ -23,9 +23,9 @@ from time import perf_counter
 import torch
 from tabulate import tabulate
 
-from memdiag.record.holders import walk
+from memdiag.record.hooks.saves import Saves
+from memdiag.record.keepers.holders import walk
 from memdiag.record.marks import Marks
-from memdiag.record.saves import Saves
 
 MOST_SECONDS = 10
 KEPT = 50  # losses, and results

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from memdiag.diagnose.oom import out_of_memory
-from memdiag.record import inventory, machine
+from memdiag.record import inventory
 from memdiag.record import marks as m
-from memdiag.record.consume import Consumer
 from memdiag.record.facts import SaveTimes
-from memdiag.record.failures import Request
-from memdiag.record.heap import Heap
-from memdiag.record.rows import Rows
+from memdiag.record.process import machine
+from memdiag.record.reading.consume import Consumer
+from memdiag.record.reading.failures import Request
+from memdiag.record.reading.heap import Heap
+from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Phase, Trace
 from memdiag.trace.model import SCHEMA, as_table
 from memdiag.trace.timeline import timeline

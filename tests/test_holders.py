@@ -13,9 +13,9 @@ from recording import here
 from torch.utils.data import TensorDataset
 
 from memdiag import policy
-from memdiag.record.holders import Holder, walk
+from memdiag.record.hooks.saves import Saves
+from memdiag.record.keepers.holders import Holder, walk
 from memdiag.record.marks import Marks
-from memdiag.record.saves import Saves
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 
 

@@ -22,9 +22,9 @@ from traces import TraceBuilder
 
 from memdiag import policy
 from memdiag.diagnose import Class, Finding, diagnose
-from memdiag.record import containers
-from memdiag.record.containers import Containers
-from memdiag.record.holders import walk_from
+from memdiag.record.keepers import containers
+from memdiag.record.keepers.containers import Containers
+from memdiag.record.keepers.holders import walk_from
 from memdiag.trace import NONE
 from memdiag.trace.view import View
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from memdiag.errors import MemdiagError
-from memdiag.record.launch import Target, check
+from memdiag.record.process.launch import Target, check
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,8 @@ DRIVER = f"""
 import importlib.util, os, sys
 # The file by itself: a bare run imports no torch either.
 sys.path.insert(0, {str(ROOT)!r})
-spec = importlib.util.spec_from_file_location("memdiag.record.launch", {str(ROOT / "memdiag/record/launch.py")!r})
+path = {str(ROOT / "memdiag/record/process/launch.py")!r}
+spec = importlib.util.spec_from_file_location("memdiag.record.process.launch", path)
 launch = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(launch)
 del sys.path[0]

@@ -19,8 +19,8 @@ from traces import TraceBuilder
 
 import memdiag
 from memdiag.diagnose import Class, Oom, diagnose
-from memdiag.record.failures import Failures
-from memdiag.record.machine import ending
+from memdiag.record.process.machine import ending
+from memdiag.record.reading.failures import Failures
 from memdiag.record.stream import Stream
 from memdiag.report import render_text, summarize
 from memdiag.report.json import as_dict

@@ -14,7 +14,7 @@ from recording import GPT, Block, record
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from memdiag.record.tracebacks import clean
+from memdiag.record.process.tracebacks import clean
 
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from memdiag.record.signals import signals_wait
+from memdiag.record.process.signals import signals_wait
 
 
 def work(number: signal.Signals, said: list[str]) -> None:

@@ -19,7 +19,7 @@ from memdiag.errors import MemdiagError
 
 if TYPE_CHECKING:
     from memdiag.record import Options, Recorder
-    from memdiag.record.launch import Target
+    from memdiag.record.process.launch import Target
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def profile(
         memdiag profile -m package.train --epochs 1
         torchrun --nproc-per-node 2 -m memdiag profile train.py
     """
-    from memdiag.record.launch import Target, check
     from memdiag.record.options import DEFAULT_MAX_EVENTS, Options
+    from memdiag.record.process.launch import Target, check
 
     rank = paths.rank()
     script = Target(module=target, args=args) if is_module else Target(path=target, args=args)
@@ -147,8 +147,8 @@ def _json(name: str | None, rank: int | None) -> Path | str | None:
 
 
 def _run(target: Target, options: Options, outputs: Outputs) -> NoReturn:
-    from memdiag.record import launch
-    from memdiag.record.late import WhenTorchIsThere
+    from memdiag.record.process import launch
+    from memdiag.record.process.late import WhenTorchIsThere
 
     def recorder() -> Recorder:
         from memdiag.record import Recorder

@@ -14,25 +14,26 @@ from typing import Any
 
 from memdiag import policy
 from memdiag.errors import MemdiagError
-from memdiag.record import inventory, machine
-from memdiag.record.consume import Consumer
-from memdiag.record.containers import Containers
+from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
-from memdiag.record.heap import MIRRORS, Live
-from memdiag.record.holders import Ends, Holder, walk, walk_from
-from memdiag.record.lines import Lines
-from memdiag.record.loop import Loop
+from memdiag.record.hooks.lines import Lines
+from memdiag.record.hooks.loop import Loop
+from memdiag.record.hooks.modules import Modules
+from memdiag.record.hooks.others import OtherProfilers
+from memdiag.record.hooks.saves import Saves
+from memdiag.record.hooks.threads import Threads
+from memdiag.record.keepers.containers import Containers
+from memdiag.record.keepers.holders import Ends, Holder, walk, walk_from
+from memdiag.record.keepers.survivors import FIRST_LOOK, Survivors
 from memdiag.record.marks import Marks
-from memdiag.record.modules import Modules
 from memdiag.record.options import Options
-from memdiag.record.others import OtherProfilers
-from memdiag.record.rows import Rows
-from memdiag.record.saves import Saves
-from memdiag.record.signals import signals_wait
+from memdiag.record.process import machine
+from memdiag.record.process.signals import signals_wait
+from memdiag.record.reading.consume import Consumer
+from memdiag.record.reading.heap import MIRRORS, Live
+from memdiag.record.reading.rows import Rows
 from memdiag.record.stream import Stream, has_accelerator
-from memdiag.record.survivors import FIRST_LOOK, Survivors
-from memdiag.record.threads import Threads
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerActivity, ProfilerState, RecordScope, _ExperimentalConfig
 
-from memdiag.record.failures import Failures, Request
 from memdiag.record.marks import CUT, Marks
-from memdiag.record.quiet import quiet_profiler
+from memdiag.record.process.quiet import quiet_profiler
+from memdiag.record.reading.failures import Failures, Request
 from memdiag.trace import Level
 
 _profiler: Any = torch.autograd.profiler

@@ -379,7 +379,7 @@ _OURS = {__name__, "runpy", "zipimport"} | {"importlib.util", "importlib._bootst
 def _clean(error: BaseException) -> None:
     """Leaves what python would show of an exception that ended the script."""
     if "memdiag.record.recorder" in sys.modules:  # else nothing was recorded
-        from memdiag.record.tracebacks import clean
+        from memdiag.record.process.tracebacks import clean
 
         clean(error)
     error.__traceback__ = _users(error.__traceback__)

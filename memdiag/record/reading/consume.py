@@ -10,13 +10,13 @@ from torch._C._profiler import _TensorMetadata as TensorMetadata
 
 from memdiag.record import marks as m
 from memdiag.record.facts import ModuleCall, Saved, SaveTimes
-from memdiag.record.failures import EVENT as OUT_OF_MEMORY
-from memdiag.record.failures import Request
-from memdiag.record.fold import Fold
-from memdiag.record.heap import Birth, Heap
-from memdiag.record.loopstate import ENTERS, LoopState
 from memdiag.record.marks import Entry
-from memdiag.record.rows import Rows
+from memdiag.record.reading.failures import EVENT as OUT_OF_MEMORY
+from memdiag.record.reading.failures import Request
+from memdiag.record.reading.fold import Fold
+from memdiag.record.reading.heap import Birth, Heap
+from memdiag.record.reading.loopstate import ENTERS, LoopState
+from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Role
 from memdiag.trace.model import GRAD_ON, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
 

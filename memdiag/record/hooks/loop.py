@@ -18,11 +18,11 @@ from torch.utils.data import dataloader
 from memdiag.record import marks as m
 from memdiag.record.facts import Claim, StepEnd, claim, plain
 from memdiag.record.frames import step_is_torchs, user_line
-from memdiag.record.lines import Lines
+from memdiag.record.hooks.lines import Lines
+from memdiag.record.hooks.modules import tensors_in
+from memdiag.record.hooks.patch import replaced
+from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
-from memdiag.record.modules import tensors_in
-from memdiag.record.patch import replaced
-from memdiag.record.steps import Steps
 from memdiag.trace import Role
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memdiag.record import marks as m
 from memdiag.record.facts import StepEnd
-from memdiag.record.rows import Rows
+from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Phase
 
 ENTERS = {m.BACKWARD_START: Phase.BACKWARD, m.OPTIMIZER_START: Phase.OPTIMIZER, m.CLOSURE_START: Phase.FORWARD}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import compress
 from types import FrameType
@@ -14,15 +15,15 @@ import torch
 from torch import nn
 
 from memdiag import policy
-from memdiag.record import chains
-from memdiag.record.chains import ANY, GRADIENT, GRAPH, Hops, Link
 from memdiag.record.facts import plain, storage_of
 from memdiag.record.frames import is_ours
-from memdiag.record.graph import Graph
-from memdiag.record.referrers import Referrers
-from memdiag.record.roots import GLOBAL, LOCAL, Root, Roots
-from memdiag.record.saves import Packed
-from memdiag.record.statements import Keeper, Statements
+from memdiag.record.hooks.saves import Packed
+from memdiag.record.keepers import chains
+from memdiag.record.keepers.chains import ANY, GRADIENT, GRAPH, Hops, Link
+from memdiag.record.keepers.graph import Graph
+from memdiag.record.keepers.referrers import Referrers
+from memdiag.record.keepers.roots import GLOBAL, LOCAL, Root, Roots
+from memdiag.record.keepers.statements import Keeper, Statements
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 
 _MOST_LEVELS = 16
@@ -100,8 +101,8 @@ def walk(
         before: of the walk before, on the same thread. Of several tensors whose graphs go back through the steps, the
             one that the graph has since been continued from is what carries it on.
     """
-    statements = Statements(ran)
-    return _Walk(wanted, statements).result(births or {}, before)
+    with closing(_Walk(wanted, Statements(ran))) as walked:
+        return walked.result(births or {}, before)
 
 
 @plain
@@ -117,7 +118,8 @@ def walk_from(
         groups: of each number, as those of :func:`walk`.
         ran: as of :func:`walk`.
     """
-    return _Walk(groups, Statements(ran), ends).result({}, None)
+    with closing(_Walk(groups, Statements(ran), ends)) as walked:
+        return walked.result({}, None)
 
 
 @dataclass
@@ -180,6 +182,10 @@ class _Walk:
             self._start_at(ends)
         self._roots = Roots(self._start)
         self._climb()
+
+    def close(self) -> None:
+        """Lets the script's objects go: among them is the frame that runs this, a cycle."""
+        self._referrers.close()
 
     def _hide(self, *containers: Any) -> None:
         self._kept.extend(containers)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 
-from memdiag.record import chains
-from memdiag.record.chains import Link
 from memdiag.record.frames import is_users
-from memdiag.record.roots import GLOBAL, LOCAL, Root
+from memdiag.record.keepers import chains
+from memdiag.record.keepers.chains import Link
+from memdiag.record.keepers.roots import GLOBAL, LOCAL, Root
 
 _MOST_FILES = 300  # of the script's own, read in search of a statement
 _MOST_PASSED_ON = 3  # calls that an object is followed through

@@ -11,10 +11,10 @@ from types import CodeType, TracebackType
 from torch import nn
 from torch.overrides import handle_torch_function
 
-from memdiag.record.lines import TRAMPOLINE_NAME
-from memdiag.record.modules import other_global_hooks
+from memdiag.record.hooks.lines import TRAMPOLINE_NAME
+from memdiag.record.hooks.modules import other_global_hooks
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HANDLE = handle_torch_function.__code__
 _CALL_IMPL = nn.Module._call_impl.__code__
 _OWN_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")

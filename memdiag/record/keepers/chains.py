@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from memdiag.record.frames import locals_of
-from memdiag.record.roots import GENERATOR, GLOBAL, LOCAL, Root, frame_of
-from memdiag.record.saves import Packed
+from memdiag.record.hooks.saves import Packed
+from memdiag.record.keepers.roots import GENERATOR, GLOBAL, LOCAL, Root, frame_of
 
 VARIABLE, MODULE_VARIABLE, ATTRIBUTE, ITEM, CELL, CACHE, RECORD, GRADIENT, GRAPH, OTHER = range(10)
 NAMED = frozenset({VARIABLE, MODULE_VARIABLE, ATTRIBUTE, CELL, CACHE, RECORD})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memdiag import policy
-from memdiag.record.heap import Heap, Live
+from memdiag.record.reading.heap import Heap, Live
 from memdiag.trace import NONE, Role
 
 Site = tuple[int, int, int]

@@ -47,6 +47,10 @@ class Referrers:
         referents = gc.get_referents
         return [thing for thing in gc.get_objects() if any(id(child) in targets for child in referents(thing))]
 
+    def close(self) -> None:
+        self._objects.clear()
+        self._index = None
+
     def _affordable(self, targets: dict[int, Any]) -> dict[int, Any]:
         each = self._budget // max(self._count, 1) - _LEVEL_COST
         if each < min(len(targets), _MOST_TARGETS):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memdiag.record.facts import Claim
-from memdiag.record.failures import UNKNOWN, Request
-from memdiag.record.rows import Rows
+from memdiag.record.reading.failures import UNKNOWN, Request
+from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
 from memdiag.trace.model import REPLAYED, UNSEEN
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memdiag.record.saves import Packed
+from memdiag.record.hooks.saves import Packed
 
 _NEAREST, _FARTHEST = 4, 4  # tensors looked at among those that lead to a node
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memdiag.record.frames import in_torch, is_ours, locals_of
-from memdiag.record.lines import TRAMPOLINE_NAME
+from memdiag.record.hooks.lines import TRAMPOLINE_NAME
 
 LOCAL, GLOBAL, CLASS, GENERATOR = "local", "global", "class", "generator"
 _WAITING = (GeneratorType, CoroutineType, AsyncGeneratorType)

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from memdiag.record.facts import ModuleCall, claim, plain
 from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
-from memdiag.record.lines import Lines
+from memdiag.record.hooks.lines import Lines
+from memdiag.record.hooks.patch import replaced
 from memdiag.record.marks import CLAIM, MODULE, Marks
-from memdiag.record.patch import replaced
 from memdiag.trace import Role
 
 

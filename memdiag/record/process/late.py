@@ -16,13 +16,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
-from memdiag.record.quiet import quiet_profiler
+from memdiag.record.process.quiet import quiet_profiler
 
 R = TypeVar("R", bound=AbstractContextManager[Any])
 
 
 class WhenTorchIsThere(MetaPathFinder, Generic[R]):
-    """A watch for :func:`memdiag.record.launch.run` that makes and enters a recorder right after ``import torch``.
+    """A watch for :func:`.launch.run` that makes and enters a recorder right after ``import torch``.
 
     Attributes:
         recorder: once it was made; None where the script never imported torch.

@@ -7,11 +7,11 @@ from itertools import count
 from typing import Any
 
 from memdiag.record import marks as m
-from memdiag.record.failures import EVENT as OUT_OF_MEMORY
-from memdiag.record.heap import UNRECORDED, Heap, Live
-from memdiag.record.loopstate import ENTERS, LoopState
 from memdiag.record.marks import Entry
-from memdiag.record.rows import Rows
+from memdiag.record.reading.failures import EVENT as OUT_OF_MEMORY
+from memdiag.record.reading.heap import UNRECORDED, Heap, Live
+from memdiag.record.reading.loopstate import ENTERS, LoopState
+from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Role
 
 _GONE = -1  # a moment that is no mark

@@ -1,0 +1,1 @@
+"""From what the hooks and the profiler saw to rows of the trace."""
