@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import compress
 from types import FrameType
@@ -101,8 +100,7 @@ def walk(
         before: of the walk before, on the same thread. Of several tensors whose graphs go back through the steps, the
             one that the graph has since been continued from is what carries it on.
     """
-    with closing(_Walk(wanted, Statements(ran))) as walked:
-        return walked.result(births or {}, before)
+    return _Walk(wanted, Statements(ran)).result(births or {}, before)
 
 
 @plain
@@ -118,8 +116,7 @@ def walk_from(
         groups: of each number, as those of :func:`walk`.
         ran: as of :func:`walk`.
     """
-    with closing(_Walk(groups, Statements(ran), ends)) as walked:
-        return walked.result({}, None)
+    return _Walk(groups, Statements(ran), ends).result({}, None)
 
 
 @dataclass
@@ -183,10 +180,6 @@ class _Walk:
         self._roots = Roots(self._start)
         self._climb()
 
-    def close(self) -> None:
-        """Lets the script's objects go: among them is the frame that runs this, a cycle."""
-        self._referrers.close()
-
     def _hide(self, *containers: Any) -> None:
         self._kept.extend(containers)
         self._hidden.update(map(id, containers))
@@ -194,8 +187,7 @@ class _Walk:
     def _take_census(self) -> list[Packed]:
         """Finds all tensors and nodes. Returns what autograd has in the stead of tensors."""
         things = gc.get_objects()
-        self._referrers = Referrers(things)
-        self._hide(*self._referrers.own)
+        self._referrers = Referrers(len(things))
         # type(), not isinstance(): some objects answer for what they stand for, and wake up when asked.
         types = set(map(type, things))
         tensors = {kind for kind in types if issubclass(kind, torch.Tensor)}
@@ -329,8 +321,9 @@ class _Walk:
                 self._hops.setdefault((id(parent), id(child)), hop)
                 lead(parent, child)
         targets = {key: thing for key, thing in going.items() if not isinstance(thing, Packed)}
+        self._hide(targets)
         referrers = self._referrers.of(targets)
-        self._hide(targets, referrers, *self._referrers.own)
+        self._hide(referrers)
         for parent in referrers:
             if id(parent) in self._hidden or self._is_ours(parent):
                 continue

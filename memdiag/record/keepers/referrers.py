@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -17,71 +17,66 @@ _CHUNK = 10_000
 
 
 class Referrers:
-    """Looks for referrers, again and again, among the objects of the moment in which it is made.
+    """Looks for referrers, again and again, in one walk. It keeps no reference to what it looks through.
 
     Attributes:
         cut: there was no time to look for the referrers of all.
-        own: containers of ours that refer to the script's objects: they are among the referrers.
     """
 
-    def __init__(self, objects: list[Any]) -> None:
-        self._count = len(objects)
+    def __init__(self, objects: int) -> None:
+        self._objects = objects
         self._budget = policy.WALK_COMPARISONS
-        self._objects = objects if self._count <= policy.WALK_INDEX else []
         self._index: _Index | None = None
         self.cut = False
-        self.own: list[Any] = [self._objects]
 
     def of(self, targets: dict[int, Any]) -> list[Any]:
         """Objects that refer to any of the targets, which are by their id."""
-        if self._index is None and self._objects and len(targets) > _WORTH_AN_INDEX:
-            self._index = _Index(self._objects)
+        if self._index is None and self._objects <= policy.WALK_INDEX and len(targets) > _WORTH_AN_INDEX:
+            self._index = _Index()
         if self._index is not None:
             return self._index.of(targets)
         targets = self._affordable(targets)
         if not targets:
             return []
-        self.own.append(targets)
         if len(targets) <= _MOST_TARGETS:
-            return gc.get_referrers(*targets.values())
-        referents = gc.get_referents
-        return [thing for thing in gc.get_objects() if any(id(child) in targets for child in referents(thing))]
-
-    def close(self) -> None:
-        self._objects.clear()
-        self._index = None
+            found = gc.get_referrers(*targets.values())
+        else:
+            referents = gc.get_referents
+            found = [thing for thing in gc.get_objects() if any(id(child) in targets for child in referents(thing))]
+        return [thing for thing in found if thing is not targets]
 
     def _affordable(self, targets: dict[int, Any]) -> dict[int, Any]:
-        each = self._budget // max(self._count, 1) - _LEVEL_COST
+        each = self._budget // max(self._objects, 1) - _LEVEL_COST
         if each < min(len(targets), _MOST_TARGETS):
             self.cut = True
             targets = {key: targets[key] for key in list(targets)[: max(each, 0)]}
         if targets:
-            self._budget -= self._count * (_LEVEL_COST + min(len(targets), _MOST_TARGETS))
+            self._budget -= self._objects * (_LEVEL_COST + min(len(targets), _MOST_TARGETS))
         return targets
 
 
 class _Index:
-    """All references of many objects, by what they refer to."""
+    """All references of the moment in which it is made, by what they refer to: as numbers, so that it keeps nothing
+    alive, and that nobody who counts references sees it."""
 
-    def __init__(self, objects: list[Any]) -> None:
-        self._objects = objects
-        parts: list[NDArray[np.int64]] = []
-        lengths: list[NDArray[np.int64]] = []
+    def __init__(self) -> None:
+        parents: list[NDArray[np.int64]] = []
+        children: list[NDArray[np.int64]] = []
+        objects = gc.get_objects()
         for start in range(0, len(objects), _CHUNK):
-            referents = [gc.get_referents(thing) for thing in objects[start : start + _CHUNK]]
-            lengths.append(np.fromiter(map(len, referents), np.int64))
-            parts.append(np.fromiter(map(id, chain.from_iterable(referents)), np.int64))
-        children = np.concatenate(parts)
-        del parts
-        order = np.argsort(children)
-        self._children = children[order]
-        del children
-        self._parents = np.searchsorted(np.cumsum(np.concatenate(lengths)), order, side="right").astype(np.int32)
+            chunk = objects[start : start + _CHUNK]
+            referents = [gc.get_referents(thing) for thing in chunk]
+            lengths = np.fromiter(map(len, referents), np.int64)
+            parents.append(np.repeat(np.fromiter(map(id, chunk), np.int64), lengths))
+            children.append(np.fromiter(map(id, chain.from_iterable(referents)), np.int64))
+        every = np.concatenate(children)
+        order = np.argsort(every)
+        self._children, self._parents = every[order], np.concatenate(parents)[order]
 
     def of(self, targets: dict[int, Any]) -> list[Any]:
         wanted = np.fromiter(targets, np.int64)
         first = np.searchsorted(self._children, wanted, side="left").tolist()
         after = np.searchsorted(self._children, wanted, side="right").tolist()
-        parents = {parent for a, b in zip(first, after, strict=True) if b > a for parent in self._parents[a:b].tolist()}
-        return [self._objects[parent] for parent in sorted(parents)]
+        parents = {key for a, b in zip(first, after, strict=True) if b > a for key in self._parents[a:b].tolist()}
+        objects = gc.get_objects()
+        return list(compress(objects, map(parents.__contains__, map(id, objects))))
