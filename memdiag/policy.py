@@ -55,6 +55,14 @@ MICRO_BATCHES = 4
 """Forwards of one model alive together that are taken for micro-batches: pairs and triplets are what losses over
 several inputs need at once."""
 
+SNAPSHOT_PARAMETERS = 2
+"""Parameters that a model must have for storages of their sizes to be copies of it: of a single one, any tensor may
+have the size by chance."""
+
+ACCUMULATION_STEPS = 2
+"""Steps of the optimizer that must have gone wrong with their gradients for it to be a mistake: a backward before the
+loop, to have memory reserved or a graph compiled, is thrown away once and on purpose."""
+
 HOST_GROWTH_BYTES = 32 << 20
 """Growth of the process, over the later half of the run, below which it is noise: the C library gives memory back in
 arenas of this size or less, and reading the recording takes up to about as much for a while."""
@@ -86,6 +94,10 @@ arrays; the list of them alone would take tens of megabytes."""
 WORST_BATCH = 1.5
 """How far the step of the peak must stand above the median one, as a factor, for its batch to be the odd one: batches
 of equal shapes differ by a few per cent."""
+
+SPARSE_ROWS = 4
+"""Rows of an embedding's table for each index of a batch, from which a sparse gradient is advised: its rows and their
+indices are held about three times while backward adds up those that occur more than once."""
 
 UNDETERMINED_SHARE = 0.5
 """Share of the peak without a class beyond which no class is named: it could be more than any other."""

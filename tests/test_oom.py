@@ -18,7 +18,7 @@ from recording import here, record, record_script
 from traces import TraceBuilder
 
 import memdiag
-from memdiag.diagnose import Class, Oom, diagnose
+from memdiag.diagnose import Class, Oom, Severity, diagnose
 from memdiag.record.process.machine import ending
 from memdiag.record.reading.failures import Failures
 from memdiag.record.stream import Stream
@@ -254,6 +254,68 @@ class TestRunsThatGoOn:
         # AND the graph that the failed forward left is not taken for one that no backward was meant for
         findings = diagnose(View(trace)).findings
         assert "evaluation_graph" not in [finding.kind for finding in findings]
+
+    CAUGHT = """
+        def train(size):
+            hidden = model.up(torch.randn(size, 256)).relu()
+            if FAIL:
+                torch.empty(1 << 46, dtype=torch.uint8)
+            model.down(hidden).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def run():
+            global FAIL
+            kept = []
+            last = None
+            for step in range(8):
+                FAIL = step in AT
+                again = FAIL
+                try:
+                    train(4096)
+                except RuntimeError as error:  # except
+                    FAIL = False
+                    WHAT  # statement
+                if again:
+                    train(5000)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run()
+    """
+    FAILED_BYTES = 4096 * (256 + 1024) * 4  # the input, saved for up's weight, and what relu made
+
+    @pytest.mark.parametrize(("what", "comment"), [
+        ("train(5000)", "except"),  # tried again while the exception is there
+        ("last = error", "statement"),
+    ])
+    def test_the_exception_that_keeps_the_failed_step_is_found(
+        self, tmp_path: Path, what: str, comment: str) -> None:
+        # GIVEN a script that tries a step again, larger than all before, while the exception of the failure lives
+        path = script(tmp_path, MODEL, self.CAUGHT.replace("WHAT", what).replace("AT", "(4,)"))
+        found = diagnose(View(run(path, code=0)[0]))
+        # THEN what the failed step made is told with its bytes, and the statement that keeps the exception
+        (finding,) = [finding for finding in found.findings if finding.kind == "kept_failure"]
+        assert finding.bytes == self.FAILED_BYTES
+        assert finding.holder is not None
+        assert finding.holder.line == line_of(path, comment)
+        assert ".__traceback__ → locals of train()" in " → ".join(finding.holder.chain)
+        # AND the advice, followed, lowers the peak by what it says
+        path = script(tmp_path, MODEL, self.CAUGHT.replace("WHAT", "last = str(error)").replace("AT", "(4,)"))
+        mended = diagnose(View(run(path, code=0)[0]))
+        assert "kept_failure" not in [finding.kind for finding in mended.findings]
+        assert finding.advice[0].bytes == self.FAILED_BYTES
+
+    def test_exceptions_that_are_collected_are_a_leak_with_its_line(self, tmp_path: Path) -> None:
+        # GIVEN a script that notes each failure with its exception
+        what = "kept.append((step, error))"
+        path = script(tmp_path, MODEL, self.CAUGHT.replace("WHAT", what).replace("AT", "(1, 3, 5, 7)"))
+        found = diagnose(View(run(path, code=0)[0]))
+        # THEN it is a leak that the line keeps, with the advice to keep the text
+        first = found.findings[0]
+        assert (found.verdict.cls, first.cls) == (Class.LEAK, Class.LEAK)
+        assert first.holder is not None
+        assert first.holder.line == line_of(path, "statement")
+        assert "str(error)" in first.advice[0].text
 
     def test_of_several_the_last_is_told(self, tmp_path: Path) -> None:
         several = """
@@ -500,15 +562,6 @@ class TestToldByHand:
     def test_without_one(self) -> None:
         assert diagnose(View(TraceBuilder().build())).oom is None
 
-    def test_a_run_that_died_of_it_is_not_said_to_be_healthy(self) -> None:
-        run = TraceBuilder(ended_out_of_memory=True)
-        with run.unfinished_step(), run.phase(Phase.FORWARD), run.operator("aten::zeros"):
-            run.allocate(100)
-            run.out_of_memory(HUGE, line="/project/train.py:3")
-        verdict = diagnose(View(run.build())).verdict
-        assert verdict.cls is Class.UNDETERMINED
-        assert "64.00 TiB at train.py:3" in verdict.sentence
-
     def test_what_the_exception_keeps_is_what_it_was(self) -> None:
         # GIVEN a step that fails in its optimizer, whose frames the exception keeps to the end
         def told(ended: bool) -> dict[str, int]:
@@ -531,6 +584,123 @@ class TestToldByHand:
         assert told(False) == {"unknown": 7 * MIB}
 
 
+class TestVerdict:
+    """The verdict of a run in which a request failed is about that moment, and never that all is well."""
+
+    def test_is_about_the_failure_and_not_the_peak(self) -> None:
+        # GIVEN a run whose optimizer peaks at 108 MiB, and whose next forward dies with 40 MiB alive
+        run = TraceBuilder(ended_out_of_memory=True)
+        run.claim(run.existing(8 * MIB), Role.PARAMETERS, "weight")
+        with run.step(warm_up=True), run.phase(Phase.OPTIMIZER), run.operator("aten::sqrt"):
+            run.free(run.allocate(100 * MIB))
+        with run.unfinished_step(), run.phase(Phase.FORWARD), run.module("a"), run.operator("aten::linear"):
+            run.save(run.allocate(32 * MIB, line="/project/train.py:5"))
+            run.out_of_memory(10 * MIB, line="/project/train.py:6")
+        found = diagnose(View(run.build()))
+        # THEN its classes are those of the 40 MiB
+        verdict = found.verdict
+        assert (verdict.cls, verdict.moment, verdict.phase) == (Class.ACTIVATION, "failure", "forward")
+        assert {row.cls: row.bytes for row in verdict.classes} == {
+            Class.ACTIVATION: 32 * MIB, Class.PARAMETERS: 8 * MIB}
+        assert sum(row.share for row in verdict.classes) == pytest.approx(1)
+        assert verdict.sentence == (
+            "The run ended by a request of 10.0 MiB at train.py:6 that could not be met, while 40.0 MiB were "
+            "allocated. Activations kept for backward: 80% of that.")
+        # AND the first finding is the ending, the second what filled the memory; both end runs
+        assert [(one.kind, one.severity, one.bytes) for one in found.findings] == [
+            ("out_of_memory", Severity.HIGH, 0), ("activations", Severity.HIGH, 32 * MIB)]
+        assert found.reachable_bytes == 32 * MIB
+        assert found.runner_up is None
+
+    def test_of_a_request_for_more_than_all_that_was_there(self) -> None:
+        # GIVEN 64 MiB asked for with 40 alive: nobody knows what they would have become
+        found = diagnose(View(failing().build()))
+        assert found.verdict.cls is Class.UNDETERMINED
+        assert "What was asked for is the shortage" in found.verdict.sentence
+        assert "at the same point step 1 had 16.0 MiB less" in found.findings[0].evidence
+
+    def test_of_one_that_little_was_alive_at(self) -> None:
+        run = TraceBuilder(ended_out_of_memory=True)
+        with run.unfinished_step(), run.phase(Phase.FORWARD), run.operator("aten::zeros"):
+            run.allocate(100)
+            run.out_of_memory(HUGE, line="/project/train.py:3")
+        found = diagnose(View(run.build()))
+        assert found.verdict.cls is Class.UNDETERMINED
+        assert "64.00 TiB at train.py:3" in found.verdict.sentence
+        # THEN the remedy is told where no other finding has one, and nothing small is found
+        assert [one.kind for one in found.findings] == ["out_of_memory"]
+        assert [advice.bytes for advice in found.findings[0].advice] == [HUGE]
+
+    def test_of_a_small_request_that_little_was_alive_at(self) -> None:
+        run = TraceBuilder(ended_out_of_memory=True)
+        with run.unfinished_step(), run.phase(Phase.FORWARD), run.operator("aten::zeros"):
+            run.allocate(100)
+            run.out_of_memory(1000, line="/project/train.py:3")
+        found = diagnose(View(run.build()))
+        assert found.verdict.cls is Class.UNDETERMINED
+        assert found.verdict.sentence.endswith("It is not PyTorch's tensors that fill the memory.")
+
+    def test_after_an_event_that_is_a_free(self) -> None:
+        run = TraceBuilder(ended_out_of_memory=True)
+        with run.unfinished_step(), run.phase(Phase.BACKWARD), run.operator("aten::mm"):
+            run.allocate(30 * MIB)
+            run.free(run.allocate(MIB))
+            run.out_of_memory(MIB)
+        verdict = diagnose(View(run.build())).verdict
+        assert (verdict.phase, verdict.moment, verdict.classes[0].bytes) == ("backward", "failure", 30 * MIB)
+
+    def test_of_a_leak_is_a_leak(self) -> None:
+        run = TraceBuilder(ended_out_of_memory=True)
+        for number in range(8):
+            last = number == 7
+            with (run.unfinished_step() if last else run.step(warm_up=number == 0), run.phase(Phase.FORWARD),
+                  run.module("a"), run.operator("aten::linear")):
+                run.allocate(10 * MIB, line="/project/train.py:5")
+                if last:
+                    run.out_of_memory(10 * MIB, line="/project/train.py:5")
+        found = diagnose(View(run.build()))
+        assert found.verdict.cls is Class.LEAK
+        assert found.findings[1].bytes == 70 * MIB
+        assert "Memory grows by 10.0 MiB with every step" in found.verdict.sentence
+
+    def test_of_which_the_events_were_not_kept(self) -> None:
+        run = TraceBuilder(ended_out_of_memory=True)
+        run.out_of_memory(7 * MIB, light=(4, Phase.BACKWARD))
+        found = diagnose(View(run.build()))
+        assert (found.verdict.cls, found.verdict.moment) == (Class.UNDETERMINED, "peak")
+        assert "7.0 MiB in backward that could not be met; what was alive then was not kept" in found.verdict.sentence
+        assert [one.kind for one in found.findings] == ["out_of_memory"]
+
+    def test_where_the_script_went_on(self) -> None:
+        # GIVEN one that the script survived: the verdict is that of the peak, and not that all is well
+        found = diagnose(View(failing(ended=False).build()))
+        assert (found.verdict.cls, found.verdict.moment) == (Class.ACTIVATION, "peak")
+        assert "out_of_memory" not in [one.kind for one in found.findings]
+        run = TraceBuilder()
+        run.out_of_memory(HUGE, line="/project/train.py:3")
+        verdict = diagnose(View(run.build())).verdict
+        assert verdict.cls is Class.UNDETERMINED
+        assert verdict.sentence.startswith("The script went on after a request of 64.00 TiB at train.py:3")
+
+    @pytest.mark.parametrize(("where", "at"), [("forward", 2), ("backward", 2), ("optimizer", 0)])
+    def test_of_a_script(self, tmp_path: Path, where: str, at: int) -> None:
+        path = script(tmp_path, MODEL, LOOP, where=where, at=at)
+        trace, _ = run(path)
+        found, oom = diagnose(View(trace)), oom_of(trace)
+        assert (found.verdict.cls, found.verdict.phase, found.verdict.moment) == (
+            Class.UNDETERMINED, where, "failure")
+        assert line_of(path, f"in {where}") in found.verdict.sentence
+        assert sum(row.bytes for row in found.verdict.classes) == oom.allocated_bytes
+
+    def test_is_shown_as_that_moment(self) -> None:
+        text = render_text(summarize(failing(4 * MIB).build()))
+        assert "What was alive when the request failed" in text
+        assert "What the peak is made of" not in text
+        assert "(32.0 MiB less then at most)" in " ".join(text.split())
+        assert "peak lower by" not in text
+        assert as_dict(summarize(failing().build()))["verdict"]["moment"] == "failure"
+
+
 class TestShown:
     def test_as_text_after_the_peak(self) -> None:
         text = render_text(summarize(failing().build()))
@@ -540,7 +710,7 @@ class TestShown:
         assert "step 2, forward" in text
         assert "24.0 MiB allocated at the same point: 16.0 MiB less than now" in " ".join(text.split())
         assert re.search(r"32\.0 MiB +a › aten::linear, train\.py:5", text)
-        assert "(32.0 MiB less)" in text
+        assert "(32.0 MiB less at most)" in " ".join(text.split())
 
     def test_nothing_where_there_was_none(self) -> None:
         assert "Out of memory" not in render_text(summarize(TraceBuilder().build()))

@@ -33,11 +33,11 @@ RUNNER_UP = {"allocated_bytes": NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEX
 GROWTH = {"bytes_per_step": MAYBE_NUMBER, "host_bytes_per_step": MAYBE_NUMBER, "sites": (list,)}
 SITE = {"operator": MAYBE_TEXT, "module": MAYBE_TEXT, "line": MAYBE_TEXT, "bytes_per_step": NUMBER}
 SCALING = {"role": TEXT, "by": TEXT, "bytes_per_unit": NUMBER, "fixed_bytes": NUMBER, "from": TEXT}
-VERDICT = {"class": TEXT, "classes": (list,), "phase": MAYBE_TEXT, "sentence": TEXT}
+VERDICT = {"class": TEXT, "classes": (list,), "phase": MAYBE_TEXT, "moment": TEXT, "sentence": TEXT}
 CLASS_SHARE = {"class": TEXT, "bytes": NUMBER, "share": (float,)}
 FINDING = {"class": MAYBE_TEXT, "kind": TEXT, "title": TEXT, "severity": TEXT, "bytes": NUMBER, "share": (float,),
            "evidence": (list,), "advice": (list,), "birth": (dict, type(None)), "holder": (dict, type(None))}
-ADVICE = {"text": TEXT, "bytes": MAYBE_NUMBER}
+ADVICE = {"text": TEXT, "bytes": MAYBE_NUMBER, "at_most": TRUTH}
 ROLES = {role.label: NUMBER for role in Role}
 FIELDS = {
     "schema_version": NUMBER, "about": (dict,), "peak": (dict,), "runner_up": (dict, type(None)),

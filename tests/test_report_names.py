@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memdiag.report import names
-from memdiag.report.names import fold, ranges, shorten
+from memdiag.report.names import fold, ranges, shorten, shorten_apart
 
 
 def unfolded(name: str) -> set[str]:
@@ -73,3 +73,12 @@ def test_short_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
 
 def test_the_examples_in_the_docstrings() -> None:
     assert doctest.testmod(names).failed == 0
+
+
+@given(st.lists(st.text("ab.", max_size=40), max_size=8), st.integers(12, 30))
+def test_shortened_texts_that_differ_stay_different(texts: list[str], width: int) -> None:
+    found = shorten_apart(texts, width)
+    assert set(found) == set(texts)
+    assert len(set(found.values())) == len(set(texts))
+    assert all(len(short) <= width for short in found.values())
+    assert all(short == text for text, short in found.items() if len(text) <= width)

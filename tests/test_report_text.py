@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
+from recording import ROOT, record_script
 from traces import AnyRun, TraceBuilder, any_runs, training_run
 
 from memdiag.policy import SAVED_ROWS
@@ -69,7 +74,7 @@ def test_a_training_run() -> None:
         ["forward", "344.0 KiB", "536.0 KiB", "536.0 KiB", "1"],
         ["backward", "384.0 KiB", "576.0 KiB", "576.0 KiB", "1"],
         ["optimizer", "424.0 KiB", "424.0 KiB", "424.0 KiB", "1"],
-        ["evaluation", "-", "352.0 KiB", "352.0 KiB", "none"],
+        ["evaluation", "-", "352.0 KiB", "352.0 KiB", "-"],
     ]
     # AND what backward needs
     saved = section(text, "Largest tensors")
@@ -93,11 +98,12 @@ def test_numbers_stand_under_each_other() -> None:
 def test_a_run_of_nothing() -> None:
     text = report_of(TraceBuilder().build())
     assert section(text, "Memory of")[0] == "Memory of train.py"
-    assert "none: no backward or optimizer step closed one" in text
+    assert "none: no backward and no optimizer step was seen" in text
     assert "nothing was allocated on cpu" in text
     assert "no phase was seen" in text
     assert "none was seen" in text
-    assert "nothing was seen" in text
+    assert section(text, "Alive")[1:] == ["  nothing"]
+    assert section(text, "Outside")[1].strip().startswith("The resident memory of the process is not known")
 
 
 def test_a_trace_that_says_nothing_of_its_run() -> None:
@@ -125,7 +131,7 @@ def test_a_light_peak_and_a_killed_process() -> None:
         ["when", "step 1 (light), forward"],
         ["where", "not kept of a light step; record it in full with --steps"],
         ["line", "not kept of a light step; record it in full with --steps"]]
-    assert "2: 1 recorded in full, 1 in light" in text
+    assert "2 or more: 1 recorded in full, 1 in light" in text
     assert "the recording process was killed" in section(text, "Memory of")[-1]
 
 
@@ -193,4 +199,124 @@ def test_only_what_is_alive_anyway_was_saved() -> None:
     with run.step(), run.operator("aten::mm"):
         run.save(weight, leaf=True)
     lines = section(report_of(run.build()), "Largest tensors")
-    assert lines[1:] == ["  Saved too, but alive anyway: parameters 1.0 MiB."]
+    assert lines[1:] == ["  None but what is alive anyway: parameters 1.0 MiB."]
+
+
+def steps_of(trace: Trace) -> str:
+    return next(cells(line)[1] for line in section(report_of(trace), "Memory of") if "  steps " in line)
+
+
+class TestStepsInTheHeader:
+    def test_those_that_were_not_recorded_are_counted(self) -> None:
+        # GIVEN a run of 18 steps of which the recorder saw three
+        run = training_run(3)
+        run.about["steps"] = 18
+        assert steps_of(run.build()) == "18: 3 recorded in full, 15 not recorded (see Not seen)"
+
+    def test_of_light_recording(self) -> None:
+        run = TraceBuilder(steps=2)
+        for _ in range(2):
+            run.light_step({Phase.FORWARD: 10}, end_bytes=0)
+        text = report_of(run.build())
+        assert "2: 2 recorded in light" in text
+        assert "not known: nothing was recorded in full" in section(text, "Largest tensors")[1]
+
+    def test_where_the_file_broke_off(self) -> None:
+        trace = training_run(3).build()
+        trace.cut_short = "the run file could not be written any more"
+        assert steps_of(trace) == "3 or more: 3 recorded in full"
+
+    def test_where_the_first_did_not_end(self) -> None:
+        run = TraceBuilder()
+        with run.unfinished_step(), run.phase(Phase.BACKWARD):
+            run.allocate(5)
+        assert steps_of(run.build()) == "none: the first did not come to its end"
+
+    def test_a_step_that_is_seen_in_part(self) -> None:
+        # GIVEN a peak in a step that ended while nothing was recorded
+        run = training_run(1)
+        run.about["steps"] = 9
+        with run.unfinished_step(), run.phase(Phase.FORWARD):
+            run.save(run.allocate(1 << 30))
+        assert "step 1 (recorded in part), forward" in report_of(run.build())
+
+    def test_a_profiler_of_the_scripts_own(self, tmp_path: Path) -> None:
+        # GIVEN a script that profiles two of its nine steps itself
+        seen = record_script(tmp_path, """
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            model = torch.nn.Linear(9, 9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            done = 0
+
+            def step():
+                global done
+                model(torch.ones(2, 9)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+
+            for _ in range(3):
+                step()
+            with profile(activities=[ProfilerActivity.CPU]):
+                for _ in range(2):
+                    step()
+            for _ in range(4):
+                step()
+            print(done)
+        """)
+        # THEN the header counts what the script counts, and what has a row
+        recorded = seen.trace.rows("steps")
+        assert 0 < recorded < 9
+        assert steps_of(seen.trace) == (
+            f"{int(seen.output)}: {recorded} recorded in full, {9 - recorded} not recorded (see Not seen)")
+
+
+class TestHowItEnded:
+    @pytest.mark.parametrize(("facts", "said"), [
+        ({"ended_by": "ValueError"}, "by ValueError, after 2 steps"),
+        ({"ended_by": "KeyboardInterrupt"}, "by KeyboardInterrupt (Ctrl-C), after 2 steps"),
+        ({"ended_by": "RuntimeError", "ended_out_of_memory": True}, "by RuntimeError (out of memory), after 2 steps"),
+        ({"ended": "SystemExit(3)", "ended_by": "SystemExit"}, "by SystemExit(3), after 2 steps"),
+        ({"ended_by": None}, None),
+        ({"ended_by": "SystemExit"}, None),  # with 0, as far as is known
+    ])
+    def test_is_in_the_header(self, facts: dict[str, object], said: str | None) -> None:
+        text = report_of(training_run(2, **facts).build())
+        found = [cells(line)[1] for line in section(text, "Memory of") if line.startswith("  ended ")]
+        assert found == ([] if said is None else [said])
+
+    def test_before_a_step_had_ended(self) -> None:
+        assert "by KeyError, before a step had ended" in report_of(TraceBuilder(ended_by="KeyError").build())
+
+    def test_of_a_script(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\nx.sum().backward()\n"
+                          "torch.optim.SGD([x], 0.1).step()\n{}['missing']\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "memdiag", "profile", "-o", "run.mdiag", "script.py"], capture_output=True,
+            text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        assert done.returncode == 1
+        assert "  ended     by KeyError, after 1 step\n" in done.stderr
+
+
+def test_a_proof_is_no_name() -> None:
+    # GIVEN a light peak whose events were not kept: why nothing is known of it is told below the table alone
+    run = training_run(1)
+    run.light_step({Phase.FORWARD: 1 << 30}, end_bytes=0)
+    alive = [cells(line) for line in section(report_of(run.build()), "Alive")]
+    assert ["unknown", "1.00 GiB", "100.0 %"] in alive
+    assert any("record that step in full" in " ".join(row) for row in alive)
+
+
+def test_names_that_differ_stay_different() -> None:
+    run = TraceBuilder()
+    names = [f"model.language_model.decoder.layers.{number}.cross_attention.o_proj.of_the_second_half"
+             for number in "ab"]
+    with run.step(), run.phase(Phase.FORWARD):
+        for name in names:
+            with run.module(name), run.operator("aten::scaled_dot_product_attention"):
+                run.save(run.allocate(1 << 20))
+    savers = [line for line in section(report_of(run.build()), "Largest tensors") if "…" in line]
+    assert len(savers) == len(set(savers)) == 2

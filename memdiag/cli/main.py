@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(job, int):  # --help, --version
             return job
         status = job()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the process may have been started without
+            sys.stdout.flush()
         return status
     except MemdiagError as error:
         return _refuse(str(error), error.exit_code)

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memdiag.cli import paths
+from memdiag.errors import MemdiagError
 
 
 def show(text: str) -> None:
-    """Prints to standard output, ending in one newline."""
+    """Prints to standard output, ending in one newline.
+
+    Raises:
+        MemdiagError: the process was started without.
+    """
+    if sys.stdout is None:
+        raise MemdiagError("the output has no place to go: standard output is closed")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a sign still gets the figures
     sys.stdout.write(text.rstrip("\n") + "\n")

@@ -31,7 +31,8 @@ class Outputs:
         json: a path, or "-" for standard output.
         text: whether the report is printed.
         quiet: whether the names of the files and the next command are kept back.
-        stdout, stderr: where to print; the script may replace or close its own.
+        stdout, stderr: where to print, None where the process was started without; the script may replace or close
+            its own.
     """
 
     run: Path
@@ -40,17 +41,18 @@ class Outputs:
     text: bool
     quiet: bool
     folder: Path
-    stdout: TextIO
-    stderr: TextIO
+    stdout: TextIO | None
+    stderr: TextIO | None
 
     def files(self) -> list[Path]:
         return [path for path in (self.run, self.plot, self.json) if isinstance(path, Path)]
 
     def say(self, text: str) -> None:
         # Where the script closed it, or none was there, there is nowhere to say it.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            self.stderr.write(text.rstrip("\n") + "\n")
-            self.stderr.flush()
+        if self.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.stderr.write(text.rstrip("\n") + "\n")
+                self.stderr.flush()
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -135,7 +137,7 @@ def profile(
         max_events=DEFAULT_MAX_EVENTS if max_events is None else max_events,
         steps=steps,
         stop_after=stop_after,
-        progress=not outputs.quiet and sys.stderr.isatty(),
+        progress=not outputs.quiet and outputs.stderr is not None and outputs.stderr.isatty(),
     )
     return functools.partial(_run, script, options, outputs)
 
@@ -149,6 +151,7 @@ def _json(name: str | None, rank: int | None) -> Path | str | None:
 def _run(target: Target, options: Options, outputs: Outputs) -> NoReturn:
     from memdiag.record.process import launch
     from memdiag.record.process.late import WhenTorchIsThere
+    from memdiag.record.process.signals import SignalsKept
 
     def recorder() -> Recorder:
         from memdiag.record import Recorder
@@ -157,10 +160,13 @@ def _run(target: Target, options: Options, outputs: Outputs) -> NoReturn:
         return Recorder(outputs.folder / outputs.run, options, target.argv, script)
 
     watch: WhenTorchIsThere[Recorder] = WhenTorchIsThere(recorder)
-    status = launch.run(target, watch)
+    kept = SignalsKept()
+    status = launch.run(target, watch, kept)
     try:
+        kept.release()
+        kept.deliver()
         _tell(watch.recorder, watch.problem, outputs)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # of a handler of the script's, for a signal that came now
         outputs.say(f"memdiag: interrupted; the run is kept in {outputs.run}")
     launch.leave(status)
 
@@ -192,14 +198,15 @@ def _report(outputs: Outputs) -> None:
 
         trace = load(outputs.folder / outputs.run)
         summary = summarize(trace)
-        with contextlib.suppress(OSError, ValueError):  # as it will be told when the interpreter ends
-            outputs.stdout.flush()
+        if outputs.stdout is not None:
+            with contextlib.suppress(OSError, ValueError):  # as it will be told when the interpreter ends
+                outputs.stdout.flush()
         if outputs.text:
             with failed("the report"):
                 outputs.say(render_text(summary))
         if outputs.json == "-":
             # Past the script's buffer: what cannot be written now must not fail again when the interpreter ends.
-            with failed("the JSON"), open(os.dup(outputs.stdout.fileno()), "w", encoding="utf-8") as stdout:
+            with failed("the JSON"), open(os.dup(_descriptor(outputs.stdout)), "w", encoding="utf-8") as stdout:
                 stdout.write(to_json(summary).rstrip("\n") + "\n")
         elif outputs.json:
             with failed("the JSON"):
@@ -210,6 +217,12 @@ def _report(outputs: Outputs) -> None:
                 with paths.whole(outputs.folder / outputs.plot) as part:
                     draw(trace, part)
                 outputs.note(f"memdiag: wrote {outputs.plot}")
+
+
+def _descriptor(stdout: TextIO | None) -> int:
+    if stdout is None:
+        raise MemdiagError("the JSON has no place to go: standard output is closed")
+    return stdout.fileno()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from functools import cached_property
 
 import numpy as np
@@ -10,9 +12,10 @@ from numpy.typing import NDArray
 from memdiag.diagnose.growth import Growing, growing
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.saves import Saves
-from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
+from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SPARSE_ROWS
 from memdiag.trace import NONE, Phase, Role
-from memdiag.trace.places import Place, module_names, operator_names, relative
+from memdiag.trace.nesting import span_rows
+from memdiag.trace.places import Place, at, module_names, operator_names, relative
 from memdiag.trace.view import View
 
 _CLASS_OF_ROLE = {
@@ -29,6 +32,12 @@ _CLASS_OF_ROLE = {
     Role.WORKSPACE: Class.WORKSPACE,
 }
 
+GATHERING = ("aten::cat", "aten::concat", "aten::concatenate", "aten::stack", "aten::vstack", "aten::hstack")
+"""Operators that put tensors together, by copying them."""
+
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+_SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
+
 
 class Evidence:
     """A run, and the moment of its peak. Masks are over all allocations of ``at``, so that a rule that says what
@@ -42,7 +51,10 @@ class Evidence:
         size: bytes of each allocation; 0 where it is not of the device's allocator.
         alive: whether it was live at the peak.
         role: what it was then; for others, what it was at first.
+        when: the moment, in a sentence.
     """
+
+    when = "at the peak"
 
     def __init__(self, run: View, at: View, event: int | None = None) -> None:
         self.run, self.at = run, at
@@ -59,6 +71,11 @@ class Evidence:
         """The step of the peak; NONE outside steps."""
         step, _, _ = self.at.where(self.event)
         return NONE if step is None else step
+
+    @cached_property
+    def phase(self) -> str | None:
+        """The phase of the peak."""
+        return self.at.where(self.event)[1]
 
     @cached_property
     def saves(self) -> Saves:
@@ -78,7 +95,7 @@ class Evidence:
             found[self.role == role] = cls
         found[self.scratch] = Class.WORKSPACE
         found[self.copies] = Class.PARAMETERS
-        found[self.arriving] = Class.GRADIENTS
+        found[self.arriving | self.dense_embeddings[0]] = Class.GRADIENTS
         found[self.leaked] = Class.LEAK
         return found
 
@@ -112,6 +129,15 @@ class Evidence:
         return found
 
     @cached_property
+    def gathered(self) -> Mask:
+        """Concatenations outside modules that no backward needs, and that no step leaves to the next."""
+        names = [self.at.trace.text.index(name) for name in GATHERING if name in self.at.trace.text]
+        outside = self.at.nest.of(self.at.nest.module, self.at.born_in) == NONE
+        found: Mask = outside & (self.role == Role.OTHER_ACTIVATIONS) & ~self.leaked
+        found &= np.isin(operator_names(self.at.trace, self.at.nest, self.at.born_in), names)
+        return found
+
+    @cached_property
     def copies(self) -> Mask:
         """Storages of the parameters' sizes that variables of the script hold: copies of the model."""
         sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
@@ -124,6 +150,30 @@ class Evidence:
         sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
         found: Mask = (self.role == Role.BACKWARD_TEMPORARIES) & np.isin(self.size, sizes)
         return found
+
+    @cached_property
+    def dense_embeddings(self) -> tuple[Mask, int, int]:
+        """Gradients that are as large as an embedding's table, though few of its rows were looked up.
+
+        Returns:
+            Which they are; and of the largest, the indices that were looked up at once, and the rows of the table.
+        """
+        trace = self.at.trace
+        spans = trace["spans"]
+        names = [trace.text.index(name) for name in _EMBEDDINGS if name in trace.text]
+        lookup = span_rows(trace, spans["forward"])  # of a node of backward, the operator that it undoes
+        nodes = np.flatnonzero(np.isin(spans["name"], names) & (lookup != NONE))
+        elements = np.zeros(len(spans["id"]), dtype=np.int64)  # of the table, where it is much larger than the lookup
+        indices = rows = 0
+        for node, operator in zip(nodes.tolist(), lookup[nodes].tolist(), strict=True):
+            shapes = _SHAPE.findall(trace.string(int(spans["signature"][operator])) or "")
+            table, wanted = ([int(n) for n in shape.split(",") if n.strip()] for shape in [*shapes, "", ""][:2])
+            if len(table) == 2 and table[0] >= SPARSE_ROWS * math.prod(wanted):
+                elements[node] = math.prod(table)
+                indices, rows = max((indices, rows), (math.prod(wanted), table[0]), key=lambda found: found[1])
+        table_size = at(elements, self.at.nest.of(self.at.nest.node, self.at.born_in))
+        mine: Mask = (table_size > 0) & (self.size > 0) & (self.size % np.maximum(table_size, 1) == 0)
+        return mine, indices, rows
 
     @cached_property
     def reachable(self) -> Mask:
@@ -142,11 +192,14 @@ class Evidence:
         """Whether ``chosen`` is enough of the peak to be a finding."""
         return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
 
-    def without(self, chosen: Mask, since: Ints | None = None) -> tuple[int, int]:
+    def without(
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()
+    ) -> tuple[int, int]:
         """The peak that would be left without these allocations.
 
         Args:
             since: of each allocation, the event from which on it would be gone; its birth where None.
+            during: phases in which they would be gone; all where there are none.
 
         Returns:
             Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
@@ -160,7 +213,10 @@ class Evidence:
         delta = np.zeros(len(line.live) + 1, dtype=np.int64)
         np.add.at(delta, start[gone], self.size[gone])
         np.subtract.at(delta, life.died[gone], self.size[gone])
-        left = line.live - np.cumsum(delta[:-1])
+        freed = np.cumsum(delta[:-1])
+        if during:
+            freed[~self.within(during)] = 0
+        left = line.live - freed
         best = int(left.argmax()) if len(left) else NONE
         highest = max(before, int(left[best]) if len(left) else 0)
         folded = self.run.trace["phase_peaks"]
@@ -171,9 +227,17 @@ class Evidence:
             return elsewhere, NONE
         return highest, best if highest > before else NONE
 
-    def saving(self, chosen: Mask, since: Ints | None = None) -> int:
+    def within(self, phases: tuple[Phase, ...]) -> Mask:
+        """Events of these phases."""
+        text, names = self.at.trace.text, self.at.trace["spans"]["name"]
+        wanted = [text.index(phase.label) for phase in phases if phase.label in text]
+        around = self.at.phases
+        found: Mask = (around != NONE) & np.isin(names[around], wanted)
+        return found
+
+    def saving(self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()) -> int:
         """Bytes by which the peak would fall without ``chosen``: fewer than they are where it then lies elsewhere."""
-        return self.peak_bytes - self.without(chosen, since)[0]
+        return self.peak_bytes - self.without(chosen, since, during)[0]
 
     def step_ends(self) -> Ints:
         """For each allocation, the event at which the step that made it ends."""

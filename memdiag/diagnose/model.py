@@ -48,10 +48,16 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do, and the bytes by which that would lower the peak; None where it was not measured."""
+    """What to do.
+
+    Attributes:
+        bytes: by which that would lower the peak; None where it cannot be told.
+        at_most: it is the most that can be had: what the cure itself takes, or leaves, cannot be told.
+    """
 
     text: str
     bytes: int | None
+    at_most: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,16 @@ class Verdict:
 
     Attributes:
         classes: those with any bytes at the peak, the verdict's own first, then by bytes.
-        phase: of the peak.
+        phase: of the moment.
+        moment: what it is about, and the findings too: "peak", or "failure" where the run died for want of memory;
+            all that is said of the peak is then true of the moment at which the request failed.
     """
 
     cls: Class
     classes: list[ClassShare]
     phase: str | None
     sentence: str
+    moment: str = "peak"
 
 
 @dataclass(frozen=True)

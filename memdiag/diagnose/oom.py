@@ -10,19 +10,22 @@ from memdiag.diagnose.alive import by_place, by_role
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Earlier, Ints, Mask, Oom
 from memdiag.diagnose.rules import RULES
-from memdiag.policy import OOM_REMEDIES, SHORTAGE_BYTES
+from memdiag.policy import FINDING_SHARE, OOM_REMEDIES, SHORTAGE_BYTES
 from memdiag.trace import NONE, Kind, Level, Phase
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
 
-def out_of_memory(run: View) -> Oom | None:
-    """The last request of a run that failed; None where none did. Pure."""
+def out_of_memory(run: View) -> tuple[Oom | None, Failure | None]:
+    """The last request of a run that failed, and the evidence at that moment. Pure.
+
+    The first is None where none failed; the second also where the events around it were not kept.
+    """
     trace = run.trace
     table = trace["out_of_memory"]
     if not len(table["event"]):
-        return None
+        return None, None
     last = {name: int(column[-1]) for name, column in table.items()}
     device = None if last["device"] == NONE else trace.about["devices"][last["device"]]
     if device is not None and device != run.device:
@@ -38,6 +41,7 @@ def out_of_memory(run: View) -> Oom | None:
     at, event = _moment(run, last, row)
     requested = _known(last["bytes"])
     outside, free = _device(run, last)
+    found = None if at is None else Failure(run, at, event, step, phase, requested or 0)
     return Oom(
         device=device,
         requested_bytes=requested,
@@ -52,13 +56,13 @@ def out_of_memory(run: View) -> Oom | None:
         free_bytes=free,
         outside_pytorch_bytes=outside,
         largest_hole_bytes=None,
-        remedies=[] if at is None else _remedies(_Failure(run, at, event, step), requested, place),
+        remedies=[] if found is None else _remedies(found, requested, place),
         roles=None if at is None else {role.label: size for role, size in by_role(at, event).items()},
         places=None if at is None else by_place(at, event),
         earlier=None if row == NONE else _earlier(run, last, row),
         failures=len(table["event"]),
         ended_run=bool(trace.about.get("ended_out_of_memory")),
-    )
+    ), found
 
 
 def _place(run: View, last: dict[str, int], row: int) -> tuple[Place, str | None]:
@@ -139,30 +143,55 @@ def _same(run: View, mine: Ints, theirs: Ints) -> bool:
     return np.array_equal(name[mine], name[theirs]) and np.array_equal(module_of_mine, module_of_theirs)
 
 
-class _Failure(Evidence):
-    """The evidence at the moment of a failure: what counts is what is alive then."""
+class Failure(Evidence):
+    """The evidence at the moment of a failure: what counts is what is alive then.
 
-    def __init__(self, run: View, at: View, event: int, step: int) -> None:
+    Attributes:
+        requested_bytes: asked for; 0 where that is not known.
+    """
+
+    when = "when the request failed"
+
+    def __init__(
+        self, run: View, at: View, event: int, step: int, phase: str | None, requested_bytes: int
+    ) -> None:
         super().__init__(run, at, event)
-        self._step = step
+        self._step, self._phase = step, phase
+        self.requested_bytes = requested_bytes
 
     @cached_property
     def step(self) -> int:
         return self._step
 
-    def saving(self, chosen: Mask, since: Ints | None = None) -> int:
+    @cached_property
+    def phase(self) -> str | None:
+        return self._phase
+
+    @property
+    def needed_bytes(self) -> int:
+        """What would have been alive, had the request been met."""
+        return self.peak_bytes + self.requested_bytes
+
+    def matters(self, chosen: Mask) -> bool:
+        """Whether ``chosen`` is enough of what was needed to be a finding."""
+        return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.needed_bytes)
+
+    def saving(self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()) -> int:
         """Bytes of ``chosen`` that would not be alive."""
+        if during and not self.within(during)[self.event]:
+            return 0
         return self.bytes_of(chosen if since is None else chosen & (since <= self.event))
 
 
-def _remedies(found: _Failure, requested: int | None, place: Place) -> list[Advice]:
+def _remedies(found: Failure, requested: int | None, place: Place) -> list[Advice]:
     advice = []
     if found.peak_bytes >= SHORTAGE_BYTES:
         findings = [finding for rule in RULES for finding in rule(found) if finding.cls is not None]
         advice = [advice for finding in findings for advice in finding.advice if advice.bytes != 0]
     if requested is not None and requested >= found.peak_bytes:
         where = place.line or place.operator or "the place of the request"
-        text = f"ask for less at {where}: it is more than all that was alive (is a shape broadcast by mistake?)"
+        text = (f"ask for less at {where}: it is more than all that was alive (a shape broadcast by mistake, or a "
+                "larger batch?)")
         advice.append(Advice(text, requested))
     best: dict[str, Advice] = {}
     for one in sorted(advice, key=lambda one: one.bytes or 0, reverse=True):

@@ -93,10 +93,23 @@ class Saves:
         failures = self._view.trace["out_of_memory"]
         for step in np.unique(failures["step"]).tolist():
             over &= (self._step != step) | (self._packed > failures["event"][failures["step"] == step].max())
-        some, read = np.zeros(self._count, dtype=bool), np.zeros(self._count, dtype=bool)
-        some[self._allocation] = True
-        read[self._allocation[(self._unpacked != NONE) | ~over]] = True
-        return some & ~read
+        waiting = np.zeros(self._count, dtype=bool)
+        waiting[self._allocation[~over]] = True
+        return self.unread & ~waiting
+
+    @cached_property
+    def saved(self) -> Mask:
+        """Allocations that were saved for a backward."""
+        found = np.zeros(self._count, dtype=bool)
+        found[self._allocation] = True
+        return found
+
+    @cached_property
+    def unread(self) -> Mask:
+        """Allocations that were saved, and not read by a backward so far."""
+        read = np.zeros(self._count, dtype=bool)
+        read[self._allocation[self._unpacked != NONE]] = True
+        return self.saved & ~read
 
     @cached_property
     def last_read(self) -> Ints:

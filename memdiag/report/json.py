@@ -40,6 +40,7 @@ def as_dict(summary: Summary) -> dict[str, Any]:
             "class": verdict.cls.value,
             "classes": [{"class": row.cls.value, "bytes": row.bytes, "share": row.share} for row in verdict.classes],
             "phase": verdict.phase,
+            "moment": verdict.moment,
             "sentence": verdict.sentence,
         },
         "findings": [_finding(finding) for finding in diagnosis.findings],

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from memdiag.report.names import shorten
+from memdiag.report.names import shorten_apart
+from memdiag.trace import Role
 
 WIDTH = 80
 INDENT = "  "
 
 
-def words(role: str) -> str:
-    return role.replace("_", " ")
+def words(name: str) -> str:
+    """A role, or a class of shortage, for a person."""
+    return "held by the script" if name == Role.HELD.label else name.replace("_", " ")
 
 
 def share(part: int, total: int) -> str:
@@ -44,7 +46,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> 
         taken = sum(max(len(headers[column]) + 2, *(len(row[column]) for row in rows)) + 2
                     for column in range(len(headers) - 1))
         room = WIDTH - len(INDENT) - taken
-        rows = [[*row[:-1], shorten(row[-1], room)] for row in rows]
+        short = shorten_apart((row[-1] for row in rows), room)
+        rows = [[*row[:-1], short[row[-1]]] for row in rows]
     text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True,
                     colalign=[{"l": "left", "r": "right"}[side] for side in align])
     return [(INDENT + line).rstrip() for line in text.splitlines()]

@@ -55,9 +55,38 @@ def shorten(text: str, width: int) -> str:
     >>> shorten("model.layers.0-31.self_attn.o_proj", 20)
     'model.laye…tn.o_proj'
     """
+    return _cut(text, width, (width - 1) // 2)
+
+
+def shorten_apart(texts: Iterable[str], width: int) -> dict[str, str]:
+    """Each text as it fits, with something else than its middle left out where two would become the same.
+
+    >>> list(shorten_apart(["layers.0.mlp.up.weight", "layers.1.mlp.up.weight"], 12).values())
+    ['layers.0…ght', 'layers.1…ght']
+    """
+    alike: dict[str, list[str]] = defaultdict(list)
+    for text in dict.fromkeys(texts):
+        alike[shorten(text, width)].append(text)
+    found: dict[str, str] = {group[0]: short for short, group in alike.items() if len(group) == 1}
+    for group in alike.values():
+        if len(group) > 1:
+            found.update(_apart(group, width, set(found.values())))
+    return found
+
+
+def _apart(texts: list[str], width: int, taken: set[str]) -> dict[str, str]:
+    for tail in sorted(range(width), key=lambda tail: abs(tail - (width - 1) // 2)):
+        found = {text: _cut(text, width, tail) for text in texts}
+        if len(set(found.values()) - taken) == len(texts):
+            return found
+    # They differ in several far places: no cut shows all of that.
+    marks = {text: f" ({number})" for number, text in enumerate(texts, 1)}
+    return {text: shorten(text, width - len(mark)) + mark for text, mark in marks.items()}
+
+
+def _cut(text: str, width: int, tail: int) -> str:
     if len(text) <= width:
         return text
-    tail = (width - 1) // 2
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 

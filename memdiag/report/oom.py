@@ -29,7 +29,8 @@ def oom_section(summary: Summary) -> list[str]:
         measured = any(remedy.bytes is not None for remedy in oom.remedies)
         lines += ["", f"{INDENT}What {'would have helped most' if measured else 'may help; how much was not measured'}"]
     for remedy in oom.remedies:
-        gain = "" if remedy.bytes is None else f" ({format_bytes(remedy.bytes)} less)"
+        most = " at most" if remedy.at_most else ""
+        gain = "" if remedy.bytes is None else f" ({format_bytes(remedy.bytes)} less{most})"
         lines += paragraph(f"{remedy.text}{gain}", "> ")
     return lines
 

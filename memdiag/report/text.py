@@ -32,20 +32,52 @@ def _header(summary: Summary) -> list[str]:
     command = shlex.join([os.path.basename(program), *arguments]) if program else "this run"
     name = about.get("device_names", {}).get(summary.device)
     versions = [("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"), ("memdiag", "memdiag")]
-    full = sum(step.recorded == "full" for step in summary.steps)
-    light = len(summary.steps) - full
-    steps = "none: no backward or optimizer step closed one" if not summary.steps else (
-        f"{len(summary.steps)}: {full} recorded in full" + (f", {light} in light" if light else ""))
     known = {
         "device": f"{summary.device} ({name})" if name else summary.device,
         "rank": f"{about.get('rank')} of {about['world_size']}" if (about.get("world_size") or 1) > 1 else None,
         "versions": ", ".join(f"{name} {about[key]}" for name, key in versions if about.get(key)),
         "settings": about.get("allocator_settings"),
-        "steps": steps,
+        "steps": _steps(summary),
         "figures": "measured, from every allocation and free that PyTorch reported",
-        "ended": None if summary.cut_short is None else f"{summary.cut_short}; this is what was there",
+        "ended": _ended(summary),
     }
     return [shorten(f"Memory of {command}", WIDTH), *facts(known)]
+
+
+def _done(summary: Summary) -> int:
+    """Steps of the script that ended, recorded or not."""
+    last = max((step.step for step in summary.steps), default=-1)
+    return max(int(summary.about.get("steps") or 0), last + 1)
+
+
+def _steps(summary: Summary) -> str:
+    done = _done(summary)
+    full = sum(step.recorded == "full" for step in summary.steps)
+    light = len(summary.steps) - full
+    missed = done - len(summary.steps)
+    if not done:
+        begun = {Phase.BACKWARD.label, Phase.OPTIMIZER.label} & {row.phase for row in summary.phases}
+        return "none: " + (
+            "the first did not come to its end" if begun else "no backward and no optimizer step was seen")
+    said = [f"{full} recorded in full"] if full else []
+    said += [f"{light} in light" if said else f"{light} recorded in light"] if light else []
+    said += [f"{missed} not recorded (see Not seen)"] if missed else []
+    # Without the recorder's last word nobody knows how many there were.
+    more = " or more" if summary.cut_short is not None and "steps" not in summary.about else ""
+    return f"{done}{more}: {', '.join(said)}"
+
+
+def _ended(summary: Summary) -> str | None:
+    """What ended the run before its end; None where it came there."""
+    if summary.cut_short is not None:
+        return f"{summary.cut_short}; this is what was there"
+    about, done = summary.about, _done(summary)
+    by = about.get("ended") or about.get("ended_by")
+    if by is None or by == SystemExit.__name__:  # which ends a run well, too, and does not say here with what status
+        return None
+    why = " (Ctrl-C)" if by == KeyboardInterrupt.__name__ else ""
+    why = " (out of memory)" if about.get("ended_out_of_memory") else why
+    return f"by {by}{why}, {f'after {done} step' + 's' * (done > 1) if done else 'before a step had ended'}"
 
 
 def _peak(summary: Summary) -> list[str]:
@@ -69,24 +101,25 @@ def _step_words(summary: Summary, step: int | None) -> str:
         return "outside the steps" if summary.steps else "no step"
     row = next((row for row in summary.steps if row.step == step), None)
     if row is None:
-        return f"step {step} (unfinished)"
+        return f"step {step} ({'recorded in part' if step < _done(summary) else 'unfinished'})"
     notes = [note for note, holds in (("warm-up", row.warm_up), ("light", row.recorded == "light")) if holds]
     return f"step {step}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _alive(summary: Summary) -> list[str]:
     total = summary.peak.allocated_bytes
+    if not total:
+        return ["Alive at the peak, by role", f"{INDENT}nothing"]
     rows = []
     for row in sorted(summary.roles_at_peak, key=lambda row: -row.bytes):
         if row.bytes or row.role == Role.UNKNOWN.label:
-            what = row.largest or row.proof or ""
-            rows.append([words(row.role), format_bytes(row.bytes), share(row.bytes, total), what])
+            rows.append([words(row.role), format_bytes(row.bytes), share(row.bytes, total), row.largest or ""])
     rows.append(["total", format_bytes(sum(row.bytes for row in summary.roles_at_peak)), share(total, total), ""])
     lines = ["Alive at the peak, by role", *table(["role", "bytes", "share", "largest"], rows, "lrrl")]
     unknown = next(row for row in summary.roles_at_peak if row.role == Role.UNKNOWN.label)
     if unknown.bytes > UNKNOWN_SHARE * total:
-        lines += paragraph(f"The other figures are lower bounds: {share(unknown.bytes, total)} is unknown "
-                            f"({unknown.proof}).")
+        why = f" ({unknown.proof})" if unknown.proof else ""
+        lines += paragraph(f"The other figures are lower bounds: {share(unknown.bytes, total)} is unknown{why}.")
     return lines
 
 
@@ -109,7 +142,7 @@ def _highest(rows: list[PhasePeak]) -> tuple[str, str]:
     if not rows:
         return "-", "-"
     row = max(rows, key=lambda row: row.peak_bytes)
-    return format_bytes(row.peak_bytes), "none" if row.step is None else str(row.step)
+    return format_bytes(row.peak_bytes), "-" if row.step is None else str(row.step)
 
 
 def _saved(summary: Summary) -> list[str]:
@@ -122,7 +155,8 @@ def _saved(summary: Summary) -> list[str]:
     if summary.saved_step is not None:
         title += f", in {_step_words(summary, summary.saved_step)}"
     if not summary.saved:
-        return [title, f"{INDENT}none was seen"]
+        light = summary.steps and all(step.recorded == "light" for step in summary.steps)
+        return [title, f"{INDENT}{'not known: nothing was recorded in full' if light else 'none was seen'}"]
     rows = []
     for row in own[:SAVED_ROWS]:
         rows.append([format_bytes(row.bytes), str(row.count), _saver(row)])
@@ -145,7 +179,8 @@ def _saved(summary: Summary) -> list[str]:
             "something keeps their graphs.")
     if shared:
         sizes = ", ".join(f"{words(role)} {format_bytes(size)}" for role, size in shared.items())
-        lines += paragraph(f"Saved too, but alive anyway: {sizes}.")
+        only = "Saved too, but" if own else "None but what is"
+        lines += paragraph(f"{only} alive anyway: {sizes}.")
     return lines
 
 
@@ -174,9 +209,10 @@ def _outside(summary: Summary) -> list[str]:
         *((f"allocated on {device}", size) for device, size in summary.other_devices.items()),
     ]
     rows = [[what, format_bytes(size)] for what, size in figures if size is not None]
-    if not rows:
-        return ["Outside this allocator", f"{INDENT}nothing was seen"]
-    return ["Outside this allocator", *table(["what", "peak"], rows, "lr")]
+    lines = ["Outside this allocator", *(table(["what", "peak"], rows, "lr") if rows else [])]
+    if outside.host_rss is None:
+        lines += paragraph("The resident memory of the process is not known: it is read where a step ends.")
+    return lines
 
 
 def _not_seen(summary: Summary) -> list[str]:

@@ -24,16 +24,17 @@ def _verdict(summary: Summary) -> list[str]:
             "growth": _growth(diagnosis),
             "scales": _scaling(diagnosis),
             "next peak": _runner_up(diagnosis),
-            "reachable": None if reachable is None else (
-                f"checkpointing could lower the peak by {format_bytes(reachable)} at most"),
+            "reachable": None if reachable is None else _reachable(reachable, _failed(diagnosis)),
         }),
     ]
 
 
 def _classes(summary: Summary) -> list[str]:
-    rows = [[words(row.cls.value), format_bytes(row.bytes), share(row.bytes, summary.peak.allocated_bytes)]
-            for row in summary.diagnosis.verdict.classes]
-    return ["What the peak is made of", *(table(["class", "bytes", "share"], rows, "lrr") if rows else ["  not known"])]
+    verdict = summary.diagnosis.verdict
+    total = sum(row.bytes for row in verdict.classes)
+    rows = [[words(row.cls.value), format_bytes(row.bytes), share(row.bytes, total)] for row in verdict.classes]
+    title = "What was alive when the request failed" if _failed(summary.diagnosis) else "What the peak is made of"
+    return [title, *(table(["class", "bytes", "share"], rows, "lrr") if rows else ["  not known"])]
 
 
 def _findings(summary: Summary) -> list[str]:
@@ -42,7 +43,7 @@ def _findings(summary: Summary) -> list[str]:
     # What is no shortage but a mistake is always told.
     told = [finding for place, finding in enumerate(findings) if place < REPORT_FINDINGS or finding.cls is None]
     for number, finding in enumerate(told, 1):
-        lines += _finding(number, finding, summary.peak.allocated_bytes)
+        lines += _finding(number, finding, _failed(summary.diagnosis))
     rest = len(findings) - len(told)
     if rest > 0:
         lines += paragraph(f"and {rest} smaller, in the JSON")
@@ -52,15 +53,30 @@ def _findings(summary: Summary) -> list[str]:
 VERDICT_SECTIONS = (_verdict, _classes, _findings)
 
 
-def _finding(number: int, finding: Finding, peak_bytes: int) -> list[str]:
-    size = f" ({format_bytes(finding.bytes)}" if finding.bytes else ""
+def _failed(diagnosis: Diagnosis) -> bool:
+    """Whether it is about the moment at which a request failed, not the peak."""
+    return diagnosis.verdict.moment == "failure"
+
+
+def _reachable(size: int, failed: bool) -> str:
+    if not size:
+        return "nothing: checkpointing would " + ("have freed none" if failed else "not lower the peak")
+    if failed:
+        return f"checkpointing would have freed {format_bytes(size)} then, at most"
+    return f"checkpointing could lower the peak by {format_bytes(size)} at most"
+
+
+def _finding(number: int, finding: Finding, failed: bool) -> list[str]:
+    sizes = [format_bytes(finding.bytes)] if finding.bytes else []
     if finding.allocations is not None:
-        size += f", {share(finding.bytes, peak_bytes)}"
-    lines = paragraph(f"{finding.title}{size}{')' if size else ''}", f"{number}. ")
+        sizes.append(f"{finding.share:.1%}".replace("%", " %"))
+    lines = paragraph(f"{finding.title} ({', '.join(sizes)})" if sizes else finding.title, f"{number}. ")
     for text in finding.evidence:
         lines += paragraph(text, "   - ")
     for advice in finding.advice:
-        gain = "" if advice.bytes is None else f" (peak lower by {format_bytes(advice.bytes)})"
+        less = None if advice.bytes is None else format_bytes(advice.bytes)
+        most = " at most" if advice.at_most else ""
+        gain = "" if less is None else f" ({less} less then{most})" if failed else f" (peak lower by {less}{most})"
         lines += paragraph(f"{advice.text}{gain}", "   > ")
     return lines
 
@@ -71,14 +87,17 @@ def _growth(diagnosis: Diagnosis) -> str:
     if rate is not None:
         said.append(f"{format_bytes(round(rate))} per step" if rate else "none from step to step")
     if host:
-        said.append(f"{format_bytes(round(host))} per step of the process, beside its tensors")
+        said.append(f"the process, tensors left out, grows by {format_bytes(round(host))} per step")
     return "; ".join(said) or "not known: too few steps were recorded in full"
 
 
 def _scaling(diagnosis: Diagnosis) -> str | None:
-    source = {"measured": "measured", "shapes": "by shapes"}
-    said = [f"{words(row.role)}: {format_bytes(row.bytes_per_unit)} for each unit of the {row.by}, and "
-            f"{format_bytes(row.fixed_bytes)} whatever it is ({source[row.source]})" for row in diagnosis.scaling]
+    said = []
+    for row in diagnosis.scaling:
+        unit = {"batch": "unit of batch size", "sequence": "unit of sequence length"}[row.by]
+        source = {"measured": "measured over the steps", "shapes": "told by shapes"}[row.source]
+        fixed = f" and {format_bytes(row.fixed_bytes)} fixed" if row.fixed_bytes else ""
+        said.append(f"{words(row.role)}: {format_bytes(row.bytes_per_unit)} per {unit}{fixed} ({source})")
     return "; ".join(said) or None
 
 

@@ -45,7 +45,7 @@ class Writer:
 
     def __init__(self, path: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
         self.path = Path(path)
-        self._file: BinaryIO | None = open(self.path, "wb", buffering=0)  # noqa: SIM115
+        self._file: BinaryIO | None = open(self.path, "wb", buffering=0, opener=_beyond_the_streams)  # noqa: SIM115
         self._file.write(_START.pack(MAGIC, MAJOR, MINOR, 0) + _COMMIT.pack(_BODY, 0))
         self._end = self._committed = _BODY
         self.about(about)
@@ -105,6 +105,19 @@ class Writer:
         assert self._file is not None
         self._file.seek(_START.size)
         self._file.write(_COMMIT.pack(self._committed, state))
+
+
+def _beyond_the_streams(path: str, flags: int) -> int:
+    """Opens a file so that nobody takes it for standard output or error, where the process was started without."""
+    descriptor = os.open(path, flags, 0o666)
+    taken = []
+    while descriptor <= 2:
+        taken.append(descriptor)
+        descriptor = os.dup(descriptor)
+    for number in taken:
+        os.close(number)
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def _packed(values: np.ndarray[Any, Any]) -> bytes:

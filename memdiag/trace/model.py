@@ -89,6 +89,8 @@ GRAD_ON = 1
 """Span flag: autograd was recording when the span started."""
 RECOMPUTE = 2
 """Span flag: a module call, or an operator, that runs again inside backward, for a checkpoint."""
+OTHER_RANDOM = 4
+"""Span flag: an operator that runs again and draws random numbers, though nobody has set the random state back."""
 
 SCHEMA: dict[str, dict[str, str]] = {
     # One row per allocation; its row number is its id. `event` is NONE for memory that was there before the
@@ -141,6 +143,9 @@ SCHEMA: dict[str, dict[str, str]] = {
     "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4", "bytes": "i8"},
 }
 
+COMMUNICATION = "communication buffer"
+"""Name in a claim: what a collective works on in backward, beside the gradients themselves."""
+
 GARBAGE = "only a reference cycle: freed by the next garbage collection"
 GRADIENT_CYCLE = "a cycle that nothing frees: a gradient with a graph, and its parameter"
 GRAPH_CYCLE = "a cycle that nothing frees: a tensor, and the graph that leads to it"
@@ -151,6 +156,12 @@ UNSEEN = "unseen"
 
 REPLAYED = "replayed"
 """The kind of a mark that tells of state which a recomputation wrote to: a buffer's name."""
+
+ZEROED = "gradients zeroed"
+USED = "gradients used"
+"""Kinds of marks that tell of an operator of the script's own, outside backward and optimizers: it zeroed gradients, of
+so many bytes; or it read them or wrote to them otherwise. The text is the operator's name; of one that uses them in
+the same phase again only the first is told. An optimizer that zeroes them in its step is told too."""
 
 SAVE_GRAD = 1
 """Save flag: the tensor requires gradients."""

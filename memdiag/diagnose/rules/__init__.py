@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Finding
+from memdiag.diagnose.rules.accumulation import accumulation
 from memdiag.diagnose.rules.activations import activations
+from memdiag.diagnose.rules.failures import failures
+from memdiag.diagnose.rules.fairness import fairness
 from memdiag.diagnose.rules.host import host_memory
 from memdiag.diagnose.rules.leaks import leaks
 from memdiag.diagnose.rules.persistent import persistent
@@ -15,13 +18,17 @@ from memdiag.diagnose.rules.recompute import recompute
 from memdiag.diagnose.rules.temporary import temporary
 
 RULES: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
-    leaks, host_memory, activations, persistent, temporary, recompute)
+    leaks, host_memory, failures, activations, persistent, temporary, recompute, accumulation, fairness)
 """In the order in which findings of equal bytes are told."""
 
+OUT_OF_MEMORY = "out_of_memory"
+"""Kind of the finding for a request that a run died of, which is no rule's: it is about the whole diagnosis."""
+
 KINDS = frozenset((
-    "growth", "garbage_cycle", "host_growth", "activations", "evaluation_graph", "hidden_states", "retained_graph",
-    "attention_matrix",
-    "logits", "worst_batch", "optimizer_state", "gradients", "gradient_buffers", "parameters", "model_copy", "inputs",
-    "kept_batches", "optimizer_temporaries", "scratch", "workspace",
-    "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall"))
+    OUT_OF_MEMORY,
+    "growth", "garbage_cycle", "host_growth", "kept_failure", "activations", "evaluation_graph", "hidden_states",
+    "gathered_results", "retained_graph", "attention_matrix", "logits", "worst_batch", "optimizer_state", "gradients",
+    "gradient_buffers", "dense_embedding", "parameters", "model_copy", "inputs", "kept_batches",
+    "optimizer_temporaries", "scratch", "workspace", "checkpoint_frees_nothing", "costly_recompute",
+    "replay_hazard", "reentrant_pitfall", "accumulation_error", "unfair_comparison"))
 """Every kind that a rule may give."""

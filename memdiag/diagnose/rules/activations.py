@@ -12,6 +12,7 @@ from memdiag.diagnose.model import Advice, Class, Finding, Mask
 from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
 from memdiag.trace import NONE, Phase, Role
 from memdiag.trace.peak import phase_peaks
+from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
 Pattern = Callable[[Evidence, Mask], Finding | None]
@@ -19,7 +20,7 @@ Pattern = Callable[[Evidence, Mask], Finding | None]
 
 def activations(found: Evidence) -> Iterable[Finding]:
     """The most telling pattern, or activations as such."""
-    chosen = found.of(Class.ACTIVATION)
+    chosen = found.of(Class.ACTIVATION) & ~found.gathered
     if not found.matters(chosen):
         return
     named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen)) is not None]
@@ -31,8 +32,8 @@ def activations(found: Evidence) -> Iterable[Finding]:
 def _plain(found: Evidence, chosen: Mask) -> Finding:
     place = found.main_birth(chosen)
     evidence = [
-        f"{format_bytes(found.bytes_of(chosen))} of activations at the peak",
-        f"most of one kind comes from {place.module or place.operator or 'code outside modules'}"
+        f"{format_bytes(found.bytes_of(chosen))} of activations {found.when}",
+        f"the largest part comes from {place.module or place.operator or 'code outside modules'}"
         + (f" at {place.line}" if place.line else ""),
         f"checkpointing could free {format_bytes(found.saving(found.reachable))} at most",
     ]
@@ -40,7 +41,9 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
     if passing:
         evidence.append(f"{format_bytes(passing)} of it are gradients on their way through backward")
     advice = _checkpointing(found)
-    if not advice:
+    if not advice and found.bytes_of(found.leaked):
+        advice = [Advice("end the growth first: what it keeps comes back with the next steps", None)]
+    elif not advice:
         evidence.append("checkpointing is not the answer: no boundary around modules would free much of it")
         advice = [Advice("compute in chunks where it is made, or with an operator that keeps less", None)]
     return found.finding(Class.ACTIVATION, "activations", "Activations kept for backward", chosen, evidence, advice)
@@ -51,7 +54,7 @@ def _checkpointing(found: Evidence) -> list[Advice]:
     saving = found.saving(found.reachable)
     if saving < FINDING_SHARE * found.peak_bytes or found.bytes_of(found.leaked):
         return []
-    return [Advice("checkpoint the modules that save most: this is the most that it could free", saving)]
+    return [Advice("checkpoint the modules that save most", saving, at_most=True)]
 
 
 def _unused_graph(found: Evidence, chosen: Mask) -> Finding | None:
@@ -66,18 +69,33 @@ def _unused_graph(found: Evidence, chosen: Mask) -> Finding | None:
 
 
 def _kept(found: Evidence, chosen: Mask) -> Finding | None:
-    """Activations of the step before that something still holds, though their graph is gone."""
-    mine = chosen & (found.role == Role.OTHER_ACTIVATIONS)  # what is still saved needs no other holder
-    mine &= (found.at.born_step != NONE) & (found.at.born_step < found.step)
-    if not found.matters(mine):
+    """Activations that something holds though no backward needs them: beyond their step, or beyond the forward."""
+    spans, nest, life = found.at.trace["spans"], found.at.nest, found.at.life
+    inner, outer = nest.of(nest.module, found.at.born_in), nest.of(nest.outer_module, found.at.born_in)
+    since = found.kept_since()
+    step_over = (found.at.born_step != NONE) & (found.at.born_step < found.step)
+    step_over &= (found.role == Role.OTHER_ACTIVATIONS) | (
+        (found.role == Role.SAVED_ACTIVATIONS) & (found.saves.last_read <= since))
+    # What a forward's own variables hold is gone when the outermost call has ended; what lives on was stored.
+    inside = (inner != NONE) & (found.role == Role.OTHER_ACTIVATIONS) & ~found.saves.saved
+    stored = inside & (life.died > at(spans["end_event"], outer))
+    since[stored] = at(spans["end_event"], inner)[stored]
+    mine = chosen & (step_over | stored)
+    saving = found.saving(mine, since)
+    if saving < FINDING_SHARE * found.peak_bytes:
         return None
+    earlier, now = found.bytes_of(mine & step_over), found.bytes_of(mine & ~step_over)
+    in_graphs = found.bytes_of(mine & (found.role == Role.SAVED_ACTIVATIONS))
+    evidence = ["checkpointing frees none of it: something in the script holds it"]
+    if in_graphs:
+        evidence.insert(0, f"{format_bytes(in_graphs)} of it was saved for a backward: the graph of that step is kept")
+    if now:
+        evidence.insert(0, f"{format_bytes(now)} were made in this step, and are there after the forward")
+    if earlier:
+        evidence.insert(0, f"{format_bytes(earlier)} were made in an earlier step, and do not grow in number")
     return found.finding(
-        Class.ACTIVATION, "hidden_states", "Activations of the step before are still held", mine,
-        [f"{format_bytes(found.bytes_of(mine))} at the peak were made in an earlier step, and do not grow in number",
-         "checkpointing frees none of it: something in the script holds it"],
-        [Advice("do not store them, or let go of them when the step is over",
-                found.saving(chosen, found.step_ends()))],
-        since=found.step_ends())
+        Class.ACTIVATION, "hidden_states", "Activations are held that no backward needs", mine, evidence,
+        [Advice("do not store them, or let go of them when the step is over", saving)], since=since)
 
 
 def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
@@ -125,7 +143,7 @@ def _logits(found: Evidence, chosen: Mask) -> Finding | None:
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
         [f"{format_bytes(found.bytes_of(mine))} have the size of the logits, {_largest(found.saves.logits)}"],
-        [Advice("compute the loss in chunks of tokens", found.saving(mine)), *_checkpointing(found)])
+        [Advice("compute the loss in chunks of tokens", found.saving(mine), at_most=True), *_checkpointing(found)])
 
 
 def _worst_batch(found: Evidence, chosen: Mask) -> Finding | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Advice, Class, Finding, Holder, Severity
-from memdiag.policy import LEAK_STEPS
+import numpy as np
+
+from memdiag.diagnose.evidence import GATHERING, Evidence
+from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
+from memdiag.diagnose.rules.failures import TRACEBACK
+from memdiag.diagnose.rules.snapshots import snapshots
+from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE
 from memdiag.trace import NONE, Role
 from memdiag.trace.model import GARBAGE
-from memdiag.trace.places import relative
+from memdiag.trace.places import at, operator_names, relative
 from memdiag.units import format_bytes
 
 
@@ -25,11 +29,12 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     graph = (found.role == Role.SAVED_ACTIVATIONS) | (found.role == Role.RECOMPUTED_ACTIVATIONS)
     in_graphs = found.bytes_of(chosen & graph)
     since = found.kept_since()
+    unread = _unread(found)
     where = sites[0]
     evidence = [
         f"live memory at the end of a step grows by {format_bytes(round(rate))} per step, until the last",
-        f"at the peak {format_bytes(found.bytes_of(chosen))} were left from earlier steps",
-        "most of it is allocated at " + (where.line or where.operator or "a place that is not known")
+        f"{found.when} {format_bytes(found.bytes_of(chosen))} were left from earlier steps",
+        "the largest part is allocated at " + (where.line or where.operator or "a place that is not known")
         + f", {format_bytes(round(where.bytes_per_step))} per step",
     ]
     if in_graphs:
@@ -37,12 +42,60 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     holder = _holder(found)
     if holder is not None:
         evidence.append("kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else ""))
-    keep = (
-        "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph" if 2 * in_graphs
-        > found.bytes_of(chosen) else "let go of it when its step is over, keep a bounded number, or move it to disk")
-    yield found.finding(
-        Class.LEAK, "growth", f"Memory grows by {format_bytes(round(rate))} with every step", chosen, evidence,
-        [Advice(keep, found.saving(found.growing.leaks, since))], Severity.HIGH, holder, since)
+    if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
+        # Without a graph nothing of it is there, in the step that makes it as little as later.
+        evidence.append("no backward ever reads what that forward saves")
+        advice = Advice("run that forward under `torch.no_grad()`", found.saving(found.growing.leaks | unread))
+    else:
+        gathered = _gathered(found)
+        since[gathered] = found.at.life.born[gathered]
+        keep = "let go of it when its step is over, keep a bounded number, or move it to disk"
+        if 2 * in_graphs > found.bytes_of(chosen):
+            keep = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
+        if holder is not None and any(TRACEBACK in part for part in holder.chain):
+            keep = "keep the text of the exception (`str(error)`), not the exception: its traceback keeps the frames"
+        advice = Advice(keep, found.saving(found.growing.leaks | gathered, since))
+    kind, title = "growth", f"Memory grows by {format_bytes(round(rate))} with every step"
+    copies, number, times = snapshots(found)
+    if found.bytes_of(chosen & copies) > PATTERN_SHARE * found.bytes_of(chosen):
+        kind, title = "model_copy", "Copies of the model's state are kept, more of them with time"
+        evidence += [
+            f"{times} times, {number:g} storages of each parameter's size were made together and kept, outside the "
+            "model: a state dict of it, or of its optimizer",
+            "a file of training state is called a checkpoint too; activation checkpointing is something else"]
+        advice = Advice(
+            "write it to disk (`torch.save`) or move it to the host (`.cpu()`), and keep only the last or the best",
+            advice.bytes)
+    yield found.finding(Class.LEAK, kind, title, chosen, evidence, [advice], Severity.HIGH, holder, since)
+
+
+def _unread(found: Evidence) -> Mask:
+    """What was saved by forwards that no backward goes through in the whole run, told by the line that calls them."""
+    trace, saves = found.at.trace, found.saves
+    outer = found.at.nest.of(found.at.nest.outer_module, found.at.born_in)
+    line = np.where(outer != NONE, at(trace["spans"]["line"], outer), trace["allocations"]["line"])
+    read = np.unique(line[saves.saved & ~saves.unread])
+    unread: Mask = saves.unread & ~np.isin(line, read)
+    return unread
+
+
+def _gathered(found: Evidence) -> Mask:
+    """Concatenations of all that leaked so far from one place: copies, made of it alone."""
+    trace, life = found.at.trace, found.at.life
+    names = [trace.text.index(name) for name in GATHERING if name in trace.text]
+    made_by = operator_names(trace, found.at.nest, found.at.born_in)
+    copies = np.flatnonzero(np.isin(made_by, names) & (found.size >= FINDING_SHARE * found.peak_bytes))
+    table = trace["allocations"]
+    places, place = np.unique(np.stack([table["line"], table["kernel"]]), axis=1, return_inverse=True)
+    place = place.reshape(-1)
+    leaking = np.zeros(places.shape[1], dtype=bool)
+    leaking[place[found.growing.leaks]] = True
+    kept = np.flatnonzero(leaking[place])  # what the last step left is not known to stay, but is gathered too
+    gathered = np.zeros(len(found.size), dtype=bool)
+    for copy in copies.tolist():
+        there = (life.born[kept] < life.born[copy]) & (life.died[kept] > life.born[copy])
+        gathered[copy] = found.size[copy] in np.bincount(place[kept], there * found.size[kept])
+    return gathered
 
 
 def _cycles(found: Evidence) -> Iterable[Finding]:
@@ -53,7 +106,7 @@ def _cycles(found: Evidence) -> Iterable[Finding]:
     if found.matters(waiting):
         yield found.finding(
             Class.ACTIVATION, "garbage_cycle", "Reference cycles wait for the garbage collector", waiting,
-            [f"{format_bytes(found.bytes_of(waiting))} at the peak are held by cycles alone, and are no leak"],
+            [f"{format_bytes(found.bytes_of(waiting))} {found.when} are held by cycles alone, and are no leak"],
             [Advice("break the cycle, or call `gc.collect()` every few steps", found.saving(waiting, since))],
             since=since)
 
@@ -62,6 +115,8 @@ def _holder(found: Evidence) -> Holder | None:
     """Who holds the most of it, as far as the recording looked. Where no statement was found, the line is None."""
     trace, leaking = found.run.trace, found.growing.leaks
     holders = trace["holders"]
+    ends = trace["steps"]["end_event"]
+    stays = np.searchsorted(ends, found.run.life.died) - np.searchsorted(ends, found.run.life.born) > 1
     last: dict[int, tuple[int, int]] = {}  # of several looks at an allocation the last counts
     for allocation, root, chain, line in zip(
             *(holders[name].tolist() for name in ("allocation", "root", "chain", "line")), strict=True):
@@ -70,8 +125,11 @@ def _holder(found: Evidence) -> Holder | None:
             if trace.string(root) != GARBAGE:
                 last[allocation] = chain, line
     total: dict[tuple[int, int], int] = defaultdict(int)
+    # What is gone a step later has only passed through the place that leaks, save where all of it is made anew.
+    any_stays = any(stays[allocation] for allocation in last)
     for allocation, kept in last.items():
-        total[kept] += int(trace["allocations"]["bytes"][allocation])
+        if stays[allocation] or not any_stays:
+            total[kept] += int(trace["allocations"]["bytes"][allocation])
     if not total:
         return None
     chain, line = max(total, key=lambda kept: total[kept])

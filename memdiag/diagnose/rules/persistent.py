@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Advice, Class, Finding, Mask
-from memdiag.trace import Role
+from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
+from memdiag.policy import FINDING_SHARE
+from memdiag.trace import Phase, Role
+from memdiag.trace.model import COMMUNICATION
 from memdiag.units import format_bytes
 
 
@@ -27,23 +31,45 @@ def _state(found: Evidence, chosen: Mask, parameters: int) -> Finding:
         "parameters", chosen,
         [f"{format_bytes(size)} of state for {format_bytes(found.bytes_of(found.role == Role.PARAMETERS))} of "
          "parameters", "it is there in every step, whatever the batch: checkpointing cannot lower it"],
-        [Advice("an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, which is the "
-                "most that can be had; factored or 8-bit state keeps a part, sharding over ranks a share",
-                found.saving(chosen | temporaries))])
+        [Advice("an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, factored or "
+                "8-bit state keeps a part, sharding over ranks a share", found.saving(chosen | temporaries),
+                at_most=True)])
 
 
 def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
+    table, indices, rows = found.dense_embeddings
+    if 2 * found.bytes_of(chosen & table) > found.bytes_of(chosen):
+        return found.finding(
+            Class.GRADIENTS, "dense_embedding", "The gradient of an embedding is as large as its table", table,
+            [f"{format_bytes(found.bytes_of(table))} of gradients for tables of embeddings",
+             f"a lookup reads {indices:,} of {rows:,} rows at most"],
+            [Advice("`sparse=True` in the embedding, with an optimizer that takes sparse gradients (SGD, SparseAdam)",
+                    found.saving(table))])
     size = found.bytes_of(chosen)
-    extra = chosen & (found.role != Role.GRADIENTS)
-    mirrors = found.bytes_of(extra)
+    mirrors = found.bytes_of(chosen & (found.role != Role.GRADIENTS))
     kind = "gradient_buffers" if size > 1.5 * parameters else "gradients"
     evidence = [f"{format_bytes(size)} of gradients for {format_bytes(parameters)} of parameters"]
+    advice = []
     if mirrors:
         evidence.append(f"{format_bytes(mirrors)} of it mirrors the gradients in buffers of its own")
-    advice = [Advice("`optimizer.zero_grad(set_to_none=True)`, so that they are not there in the forward", None)]
     if kind == "gradient_buffers":
-        advice.insert(0, Advice("accumulate in `.grad` itself, and keep no second copy of it", None))
+        advice.append(Advice(_mirror_advice(found, chosen), None))
+    idle = found.saving(found.role == Role.GRADIENTS, during=(Phase.FORWARD, Phase.EVALUATION, Phase.OTHER))
+    if idle >= FINDING_SHARE * found.peak_bytes:
+        evidence.append("those of the step before are there until the next backward")
+        advice.append(Advice("`optimizer.zero_grad(set_to_none=True)` right after its step", idle))
+    if not advice:
+        advice.append(Advice("sharding over ranks, or an optimizer that steps inside backward", None))
     return found.finding(Class.GRADIENTS, kind, "Gradients hold most of what stays", chosen, evidence, advice)
+
+
+def _mirror_advice(found: Evidence, chosen: Mask) -> str:
+    claims = found.at.trace["claims"]
+    named = {found.at.trace.string(name) for name in np.unique(claims["name"][chosen[claims["allocation"]]]).tolist()}
+    if COMMUNICATION in named:
+        return ("`gradient_as_bucket_view=True` in DistributedDataParallel: once its buffers are made anew, after the "
+                "first step, the gradients are views of them")
+    return "accumulate in `.grad` itself, and keep no second copy of it"
 
 
 def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
@@ -62,13 +88,30 @@ def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
 
 
 def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:
-    kept = chosen & (found.at.born_step < found.step)
-    size = found.bytes_of(kept)
-    evidence = [f"{format_bytes(found.bytes_of(chosen))} of inputs at the peak"]
-    if size:
-        evidence.append(f"{format_bytes(size)} of it was there before this step began")
+    kept = chosen & (found.at.life.died > found.step_ends())
+    evidence = [f"{format_bytes(found.bytes_of(chosen))} of inputs {found.when}"]
+    earlier = found.bytes_of(chosen & (found.at.born_step < found.step))
+    if earlier:
+        evidence.append(f"{format_bytes(earlier)} of it was there before this step began")
+    saving = found.saving(kept, _replaced(found, kept))
     return found.finding(
-        Class.INPUT_BATCHES, "kept_batches" if 2 * size > found.bytes_of(chosen) else "inputs",
+        Class.INPUT_BATCHES, "kept_batches" if 2 * saving > found.bytes_of(chosen) else "inputs",
         "Input batches stay on the device", chosen, evidence,
-        [Advice("move each batch to the device when its turn comes (`pin_memory`, `non_blocking`)",
-                found.saving(kept) if size else None)])
+        [Advice("move each batch to the device when its turn comes (`pin_memory`, `non_blocking`)", saving or None)])
+
+
+def _replaced(found: Evidence, batches: Mask) -> Ints:
+    """For each allocation, the event at which the one after the next of its kind is born.
+
+    A loop that takes one batch at a time has the last one still while it makes the next.
+    """
+    table, born = found.at.trace["allocations"], found.at.life.born
+    since = found.at.life.died.copy()
+    rows = np.flatnonzero(batches)
+    kinds, group = np.unique(
+        np.stack([table["line"][rows], table["kernel"][rows], table["bytes"][rows]]), axis=1, return_inverse=True)
+    for number in range(kinds.shape[1]):
+        alike = rows[group.reshape(-1) == number]
+        alike = alike[np.argsort(born[alike], kind="stable")]
+        since[alike[:-2]] = born[alike[2:]]
+    return since

@@ -10,8 +10,8 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Finding, Ints, Severity
 from memdiag.policy import RECOMPUTE_FREES, RECOMPUTE_TIME
 from memdiag.trace import NONE, Kind, Role
-from memdiag.trace.model import RECOMPUTE, REPLAYED
-from memdiag.trace.places import relative
+from memdiag.trace.model import OTHER_RANDOM, RECOMPUTE, REPLAYED
+from memdiag.trace.places import module_names, relative
 from memdiag.units import format_bytes
 
 
@@ -20,6 +20,7 @@ def recompute(found: Evidence) -> Iterable[Finding]:
     if len(regions):
         yield from _worth(found, regions)
     yield from _state_written_again(found)
+    yield from _other_random_numbers(found)
     yield from _no_gradient(found)
 
 
@@ -85,6 +86,29 @@ def _state_written_again(found: Evidence) -> Iterable[Finding]:
         [f"written in forward, and again in backward: {', '.join(names[:4])}" + (", …" if len(names) > 4 else ""),
          "running statistics and counters then move twice with each step"],
         [Advice("leave these modules out of the checkpointed regions", None)])
+
+
+def _other_random_numbers(found: Evidence) -> Iterable[Finding]:
+    """Operators that drew other random numbers when they ran again than they had in forward."""
+    trace, nest = found.run.trace, found.run.nest
+    spans = trace["spans"]
+    drawn = np.flatnonzero(spans["flags"] & OTHER_RANDOM)
+    if not len(drawn):
+        return
+    places = {
+        (trace.string(name) or "", trace.string(module), relative(trace, trace.string(line)))
+        for name, module, line in zip(
+            spans["name"][drawn].tolist(), module_names(trace, nest, drawn).tolist(), spans["line"][drawn].tolist(),
+            strict=True)}
+    said = sorted(" ".join(part for part in (
+        name, f"in {module}" if module else "", f"({line})" if line else "") if part) for name, module, line in places)
+    yield Finding(
+        None, "replay_hazard", "Recomputation draws other random numbers than forward did", Severity.HIGH, 0, 0.0,
+        [f"ran again for a checkpoint without the random state of the forward: {', '.join(said[:3])}"
+         + (", …" if len(said) > 3 else ""),
+         f"{len(drawn)} times in the run: the gradients are those of another forward than the one that made the loss"],
+        [Advice("`preserve_rng_state=True` in these checkpoints, which is the default", None)],
+        birth=relative(trace, trace.string(int(spans["line"][drawn[0]]))))
 
 
 def _no_gradient(found: Evidence) -> Iterable[Finding]:

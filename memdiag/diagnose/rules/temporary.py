@@ -11,7 +11,9 @@ from memdiag.units import format_bytes
 
 
 def temporary(found: Evidence) -> Iterable[Finding]:
-    everything = found.of(Class.WORKSPACE)
+    if found.matters(found.gathered):
+        yield _gathered(found)
+    everything = found.of(Class.WORKSPACE) & ~found.gathered
     if not found.matters(everything):
         return
     parts = {
@@ -24,13 +26,26 @@ def temporary(found: Evidence) -> Iterable[Finding]:
     place = found.main_birth(chosen)
     where = " › ".join(part for part in (place.module, place.operator) if part)
     evidence = [
-        f"{format_bytes(found.bytes_of(chosen))} of it are alive at the peak, and gone soon after",
+        f"{format_bytes(found.bytes_of(chosen))} of it are alive {found.when}, and gone soon after",
         f"most of it comes from {where or 'code'}" + (f" at {place.line}" if place.line else ""),
         "nothing keeps it for a backward: checkpointing cannot lower it",
     ]
     title, advice = _WORDS[kind]
     yield found.finding(
-        Class.WORKSPACE, kind, title, chosen, evidence, [Advice(advice, found.saving(chosen))])
+        Class.WORKSPACE, kind, title, chosen, evidence, [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
+
+
+def _gathered(found: Evidence) -> Finding:
+    """Results of many batches, put together on the device: while that is done, old and new are there together."""
+    mine = found.gathered
+    cls = max((Class.ACTIVATION, Class.WORKSPACE), key=lambda cls: found.bytes_of(mine & found.of(cls)))
+    return found.finding(
+        cls, "gathered_results", "Results are put together on the device", mine,
+        [f"{format_bytes(found.bytes_of(mine))} in {int((mine & found.alive).sum())} concatenations outside modules, "
+         f"at {found.main_birth(mine).line}",
+         "while one is made, what it is made of is there too; no backward needs it"],
+        [Advice("keep of each result only what is needed (a class, a mean), or move it to the host as it comes",
+                found.saving(mine))])
 
 
 _WORDS = {

@@ -1,0 +1,157 @@
+"""What an advice says that it would free, against a run in which it was followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recording import record
+from torch import nn
+
+from memdiag.diagnose import diagnose
+from memdiag.trace.view import View
+
+Run = Callable[[bool], None]
+
+
+def perceptron(width: int = 256, layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())])
+
+
+def loader(batches: int) -> Iterator[torch.Tensor]:
+    for _ in range(batches):
+        yield torch.stack([torch.randn(256) for _ in range(2000)])
+
+
+def kept_batches(mended: bool) -> None:
+    """All batches are there before the first step."""
+    model = nn.Linear(256, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = loader(8)
+    if not mended:
+        batches = list(batches)  # type: ignore[assignment]
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+
+def dense_embedding(mended: bool) -> None:
+    """A table of which a step reads a few rows, twice."""
+    table, head = nn.Embedding(50_000, 32, sparse=mended), nn.Linear(32, 1)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (head(table(torch.randint(50_000, (64,)))) - head(table(torch.randint(50_000, (64,))))).mean().backward()
+        optimizer.step()
+
+
+def late_zeroing(mended: bool) -> None:
+    """Gradients are let go between forward and backward: they are there in the forward, where the peak is."""
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        if mended:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.randn(1_500_000).sin()
+        loss = model(torch.randn(4, 512)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        del loss
+        optimizer.step()
+
+
+def gathered_results(mended: bool) -> None:
+    """An evaluation concatenates what it has with what it gets."""
+    model = nn.Linear(64, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(64, 64)).mean().backward()
+        optimizer.step()
+    results = None
+    with torch.no_grad():
+        for _ in range(8):
+            logits = model(torch.randn(500, 64))
+            if mended:
+                logits = logits.argmax(-1)
+            results = logits if results is None else torch.cat([results, logits])
+
+
+def gathered_leak(mended: bool) -> None:
+    """Each step leaves its result, and the end puts them together."""
+    model = perceptron(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept = []
+    for _ in range(8):
+        x = torch.randn(8000, 64)
+        result = model(x)
+        optimizer.zero_grad()
+        result.square().mean().backward()
+        optimizer.step()
+        kept.append(result.detach().mean(0) if mended else result.detach() + 1)
+    torch.cat(kept).argmax(-1)
+
+
+def unread_graphs(mended: bool) -> None:
+    """A validation's loss is kept with its graph, of the last step too."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    curve = []
+
+    def validate() -> torch.Tensor:
+        with torch.no_grad() if mended else nullcontext():
+            return model(torch.randn(1500, 256)).mean()
+
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(1500, 256)).mean().backward()
+        optimizer.step()
+        curve.append(validate())
+
+
+class Looking(nn.Module):
+    """Stores scores that no backward needs."""
+
+    def __init__(self, store: bool) -> None:
+        super().__init__()
+        self.key = nn.Linear(32, 32)
+        self.store = store
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.key(x) @ x.transpose(1, 2) + 1
+        if self.store:
+            self.scores = scores
+        return x + F.softmax(scores, -1) @ x
+
+
+def stored_scores(mended: bool) -> None:
+    model = nn.Sequential(*[Looking(not mended) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 500, 32)).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "kind"),
+    [(kept_batches, "kept_batches"), (dense_embedding, "dense_embedding"), (late_zeroing, "gradients"),
+     (gathered_results, "gathered_results"), (gathered_leak, "growth"), (unread_graphs, "growth"),
+     (stored_scores, "hidden_states")],
+    ids=lambda value: value.__name__ if callable(value) else "")
+def test_the_peak_falls_by_what_the_advice_said(train: Run, kind: str) -> None:
+    # GIVEN a training with a fault, and the same one mended
+    before, after = record(partial(train, False)), record(partial(train, True))
+    # WHEN the first is diagnosed
+    (finding,) = [finding for finding in diagnose(View(before.trace)).findings if finding.kind == kind]
+    said = max(advice.bytes or 0 for advice in finding.advice)
+    # THEN its peak lies above the other's by what was said
+    assert said == pytest.approx(before.peak - after.peak, rel=0.1)
+    # AND the mended one has no such finding
+    assert kind not in [finding.kind for finding in diagnose(View(after.trace)).findings]
