@@ -338,8 +338,9 @@ def test_a_module_is_profiled(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "status", "ended_by"),
     [
-        ("sys.exit(3)", 3, None),
-        ("sys.exit('text')", 1, None),
+        ("sys.exit(3)", 3, "SystemExit"),
+        ("sys.exit(0)", 0, None),
+        ("sys.exit('text')", 1, "SystemExit"),
         ("raise ValueError('wrong')", 1, "ValueError"),
         ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
     ],
@@ -497,3 +498,103 @@ def test_a_reader_of_json_that_goes_away(folder: Path) -> None:
     os.close(writer)
     assert done.returncode == 6
     assert b"memdiag: error: the JSON failed (BrokenPipeError" in done.stderr
+
+
+STREAMS = """
+import os, sys, torch
+print("printed")
+print("complaint", file=sys.stderr)
+said = [sys.stdout is None, sys.stderr is None]
+for number in (0, 1, 2):
+    try:
+        said.append(os.fstat(number) and "open")
+    except OSError as error:
+        said.append(error.errno)
+with open("said", "w") as file:
+    file.write(repr(said))
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2), (0,), (0, 1, 2)])
+@pytest.mark.parametrize("options", [("-q", "--no-report"), ("--json", "-")], ids=["quiet", "all"])
+def test_streams_that_are_closed_from_the_start(
+    closed: tuple[int, ...], options: tuple[str, ...], folder: Path
+) -> None:
+    # GIVEN a script that says what it finds, and a process that is started without some of its streams
+    (folder / "streams.py").write_text(STREAMS)
+    profile("-o", "before.mdiag", "train.py", cwd=folder)  # makes the stand-in
+    found = []
+    for start in ([], [str(folder.parent / "stand_in" / "memdiag.py"), "profile", "-o", "a.mdiag", *options]):
+        # WHEN it runs alone and profiled
+        done = subprocess.run(
+            [sys.executable, *start, "streams.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=60, preexec_fn=lambda: [os.close(number) for number in closed])
+        found.append((done.returncode, done.stdout, done.stderr, (folder / "said").read_text()))
+    alone, ours = found
+    # THEN the script finds and says the same, the run is kept, and the report goes where there is a place for it
+    assert alone[0] == 5
+    assert (ours[0], ours[3]) == (alone[0], alone[3])
+    assert ours[1].startswith(alone[1])
+    assert ours[2].startswith(alone[2])
+    assert "AttributeError" not in ours[2]
+    assert facts(folder / "a.mdiag")["ended_by"] is None
+    if "-q" in options:
+        assert ours == alone
+    else:
+        assert ("schema_version" in ours[1]) == (1 not in closed)
+        assert ("Memory of" in ours[2]) == (2 not in closed)
+        assert ("standard output is closed" in ours[2]) == (1 in closed and 2 not in closed)
+
+
+def test_a_verb_that_prints_needs_a_place_for_it(folder: Path, run_file: Path) -> None:
+    # WHEN a report is wanted, and standard output is closed THEN one line says so
+    done = subprocess.run(
+        [sys.executable, "-m", "memdiag", "report", str(run_file)], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, preexec_fn=lambda: os.close(1))
+    assert "standard output is closed" in refused(done)
+
+
+@pytest.mark.parametrize(
+    "torch",
+    [
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)",
+        "def deep():\n    import os, signal\n    os.kill(os.getpid(), signal.SIGINT)\ndeep()",
+        "import no_such_module",
+        "import helper",
+        "raise OSError('libsomething.so: cannot open shared object file')",
+        "def f(:",
+    ],
+    ids=["interrupted", "deep", "missing", "further-in", "broken", "syntax"])
+@pytest.mark.parametrize("script", ["import torch", "try:\n    import torch\nexcept Exception:\n    1 / 0"])
+def test_an_import_of_torch_that_fails_looks_as_it_does_alone(torch: str, script: str, folder: Path) -> None:
+    # GIVEN a torch whose import is interrupted, or fails
+    (folder / "torch.py").write_text(torch)
+    (folder / "helper.py").write_text("import no_such_module")
+    (folder / "imports.py").write_text(f"def work():\n    {script.replace(chr(10), chr(10) + '    ')}\nwork()\n")
+    # WHEN the script runs alone and profiled THEN it says the same
+    alone = _run([sys.executable, "imports.py"], folder, {})
+    done = profile("-q", "imports.py", cwd=folder)
+    assert alone.returncode != 0
+    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+
+
+def test_an_interrupt_while_the_recording_starts(folder: Path) -> None:
+    # GIVEN Ctrl-C that comes as soon as torch's own code has run, and would hit our imports
+    (folder / "torch.py").write_text(
+        "import os, signal, sys\n"
+        "if 'memdiag' in sys.modules:\n"
+        "    from memdiag.record.process import late\n"
+        "    make = late.WhenTorchIsThere._stop_waiting\n"
+        "    def interrupted(self):\n"
+        "        recorder = self._make\n"
+        "        self._make = lambda: (os.kill(os.getpid(), signal.SIGINT), recorder())[1]\n"
+        "        make(self)\n"
+        "    late.WhenTorchIsThere._stop_waiting = interrupted\n")
+    (folder / "imports.py").write_text("import torch\n")
+    # WHEN the script is profiled
+    done = profile("-q", "--no-report", "-o", "a.mdiag", "imports.py", cwd=folder)
+    # THEN it dies of it, at its own line and nowhere else
+    assert done.returncode == -signal.SIGINT
+    assert re.fullmatch(
+        r'Traceback .*\n  File ".*imports.py", line 1, in <module>\n    import torch\nKeyboardInterrupt\n', done.stderr)

@@ -203,7 +203,7 @@ def test_a_request_that_fails_on_a_backward_thread() -> None:
     roots = [on_0, line, start, end, s.mark(m.CUT)]
     # WHEN it is read
     trace, _ = read(roots, s.entries, [Request(1 << 30, 4096, "cuda:0")])
-    oom = out_of_memory(View(trace))
+    oom, _ = out_of_memory(View(trace))
     # THEN it is placed in that node, with the line of the call and that of the forward
     assert oom is not None
     assert (oom.device, oom.requested_bytes, oom.reserved_bytes, oom.allocated_bytes) == ("cuda:0", 1 << 30, 4096, 512)

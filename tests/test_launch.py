@@ -51,7 +51,10 @@ def main():
     else:
         target = launch.Target(path=args[0], args=tuple(args[1:]))
     launch.check(target)
-    return launch.run(target, Watch())
+    kept = launch.SignalsKept()
+    status = launch.run(target, Watch(), kept)
+    kept.release()
+    return status
 if __name__ == "__main__":
     launch.leave(main())
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +210,53 @@ def test_what_is_made_by_a_library_has_the_line_that_called_it() -> None:
     seen = record(train)
     assert lines_of(seen, 157 + 163) == {at["python"]}
     assert lines_of(seen, 167) == {at["map"]}
+
+
+def test_a_compiled_region_has_the_line_that_called_it() -> None:
+    # GIVEN a function that torch.compile takes apart and puts together again, as generated code
+    at: dict[str, int] = {}
+
+    def train() -> None:
+        torch._dynamo.reset()
+        model = torch.compile(nn.Sequential(nn.Linear(29, 43, bias=False), nn.Tanh(), nn.GELU()), backend="aot_eager")
+        for _ in range(2):
+            at["call"] = here() + 1
+            y = model(torch.ones(179, 29))
+            at["loss"] = here() + 1
+            loss = y.square().sum()
+            loss.backward()
+
+    # WHEN it is recorded
+    seen = record(train)
+    # THEN what it allocates, forward and backward, has the line of its call
+    assert lines_of(seen, 179 * 43, "forward") == {at["call"], at["loss"]}
+    assert lines_of(seen, 29 * 43, "backward") == {at["call"]}
+    # AND no line is of code that was made up
+    for table in ("allocations", "spans", "saves"):
+        assert {seen.file_of(int(line)) for line in set(seen.trace[table]["line"])} <= {None, Path(__file__).name}
+
+
+def test_what_the_compiler_wrote_to_a_file_is_no_line_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a file in the folder where torch.compile's code is kept, and code that has no file
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "cab.py").write_text("import torch\ndef make(size):\n    return torch.zeros(size)\n")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    written, made_up = runpy.run_path(str(tmp_path / "ab" / "cab.py")), {"torch": torch}
+    exec(compile("make = lambda size: torch.zeros(size)", "<eval_with_key>.7", "exec"), made_up)
+    at: dict[str, int] = {}
+
+    def train() -> None:
+        at["written"] = here() + 1
+        written["make"](181)
+        at["made up"] = here() + 1
+        made_up["make"](191)
+
+    # WHEN they allocate THEN the line is of who called them
+    seen = record(train)
+    assert lines_of(seen, 181) == {at["written"]}
+    assert lines_of(seen, 191) == {at["made up"]}
 
 
 def test_no_line_is_claimed_where_there_is_none() -> None:

@@ -249,3 +249,44 @@ def test_buffers_of_the_scripts_own_are_what_is_written_into_and_read_from_them(
     # THEN each is what the script does with it, and the average is no more than held
     in_order = [seen.role_of(row)[0] for row in seen.rows(211 * 307 * 4)[:5]]
     assert in_order == [Role.PARAMETERS, Role.GRADIENTS, Role.GRADIENTS, Role.OPTIMIZER_STATE, Role.HELD]
+
+
+@pytest.mark.parametrize("steps", [":", "90:"], ids=["full", "light"])
+def test_what_a_module_made_is_no_input_of_the_next(steps: str, tmp_path: Path) -> None:
+    # GIVEN two models, the second of which is given what the first made without its history; real data beside it,
+    # and an augmentation that is a module itself
+    seen = record_script(tmp_path, """
+        import torch
+        from torch import nn
+
+        class Noise(nn.Module):
+            def forward(self, x):
+                return x + torch.randn_like(x)                # an input: 211 * 40 * 4 bytes, thrice a step
+
+        first, second = nn.Linear(30, 50), nn.Linear(50, 7)
+        third, noise = nn.Linear(40, 7), Noise()
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters(), *third.parameters()], lr=0.1)
+        for step in range(6):
+            z = first(torch.randn(203, 30))                   # 203 * 50 * 4 bytes: saved by what follows
+            passed = second(z.detach()).square().mean()
+            h = torch.tanh(torch.randn(307, 1) * first.bias)  # 307 * 50 * 4 bytes: saved by tanh
+            passed = passed + second(h.detach()).square().mean()
+            with torch.no_grad():
+                x = noise(torch.randn(211, 40))
+            (passed + third(x).square().mean() + z.square().mean() + h.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """, "--steps", steps)
+    # THEN it is an activation, and the data and what the augmentation made of them are inputs
+    light = steps == "90:"
+    if light:
+        assert seen.trace.peak_step is not None
+        seen = Seen(seen.trace.peak_step)  # the highest light step
+    found = {size: [seen.role_of(row)[0] for row in seen.rows(size)]
+             for size in (203 * 30 * 4, 203 * 50 * 4, 307 * 50 * 4, 211 * 40 * 4)}
+    turns = 1 if light else 6
+    assert found[203 * 30 * 4].count(Role.INPUTS) == turns
+    assert found[211 * 40 * 4].count(Role.INPUTS) == 2 * turns
+    for size in (203 * 50 * 4, 307 * 50 * 4):
+        assert found[size].count(Role.SAVED_ACTIVATIONS) >= turns
+        assert Role.INPUTS not in found[size]

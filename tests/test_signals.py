@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from memdiag.record.process.signals import signals_wait
+from memdiag.record.process.signals import SignalsWait
 
 
 def work(number: signal.Signals, said: list[str]) -> None:
-    with signals_wait():
+    with SignalsWait():
         os.kill(os.getpid(), number)
         said.append("block done")
 
@@ -42,7 +42,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     # GIVEN a script that ignores termination, WHEN it comes, THEN nothing happens
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with signals_wait():
+        with SignalsWait():
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
@@ -55,7 +55,7 @@ def test_other_threads_are_left_alone() -> None:
 
     def read() -> None:
         try:
-            with signals_wait():
+            with SignalsWait():
                 pass
         except ValueError as error:
             errors.append(error)

@@ -156,10 +156,10 @@ class SaveTimes:
     """When the tensors that autograd keeps came and went, in one chunk.
 
     Attributes:
-        packed: (time, address), in light recording; full recording marks each in the stream.
+        packed: (time, address, whether it has a history), in light recording; full recording marks each in the stream.
         unpacked, released: (save, time).
     """
 
-    packed: list[tuple[int, int]] = field(default_factory=list)
+    packed: list[tuple[int, int, bool]] = field(default_factory=list)
     unpacked: list[tuple[int, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from memdiag.record.hooks.patch import UNCOUNTED
+
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
@@ -20,6 +22,7 @@ _USER, _LIBRARY, _HIDDEN = 2, 1, 0
 # By id, since hashing a code object takes microseconds: its code is kept with it, so that the id stays its own.
 _seen: dict[int, tuple[int, CodeType]] = {}
 _texts: dict[tuple[int, int], str] = {}
+_CELL = "<ipython-input"  # of a notebook: the user's own
 _MOST_CODES = 50_000  # scripts may make code as they go
 
 
@@ -34,15 +37,21 @@ def _rank(code: CodeType) -> int:
 
 
 def _rank_of(file: str) -> int:
-    if file.startswith("<frozen") or file in ("<string>", "<stdin>"):
-        return _HIDDEN
-    if file.startswith((_OWN, _TORCH)):
+    if file.startswith("<") and not file.startswith(_CELL):
+        return _HIDDEN  # code that was generated, or typed: there is no file to look into
+    if file.startswith((_OWN, _TORCH)) or _is_compiled(file):
         return _HIDDEN
     if file.startswith(_PACKAGES):
         return _LIBRARY
     if file.startswith(_STDLIB):
         return _HIDDEN
     return _USER
+
+
+def _is_compiled(file: str) -> bool:
+    """Whether a file is one that torch.compile wrote, in the place of the user's code."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch sets it, where nobody has, before it writes any
+    return folder is not None and file.startswith(os.path.join(os.path.abspath(folder), ""))
 
 
 def is_users(file: str) -> bool:
@@ -84,7 +93,7 @@ def in_torch(code: CodeType) -> bool:
 
 def is_ours(code: CodeType) -> bool:
     """Whether code belongs to this package."""
-    return code.co_filename.startswith(_OWN)
+    return code.co_filename.startswith(_OWN) or code.co_filename == UNCOUNTED
 
 
 _torchs: dict[type, bool] = {}

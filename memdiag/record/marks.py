@@ -27,6 +27,8 @@ CLOSURE_START = 8  # (…, time_ns)
 CLOSURE_END = 9  # (…, time_ns)
 STEP_END = 10  # (STEP_END, time_ns, StepEnd)
 CUT = 11  # (CUT,): the last thing in a chunk
+OUTPUTS = 12  # (…, time_ns, [address, …]): results of an outermost module that have a history
+RANDOM_SET = 13  # (…, time_ns): the random state was set inside backward
 
 Entry = tuple[Any, ...]
 _NOTHING = nullcontext()

@@ -17,6 +17,7 @@ from memdiag.errors import MemdiagError
 from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
+from memdiag.record.hooks.children import Children
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.loop import Loop
 from memdiag.record.hooks.modules import Modules
@@ -29,7 +30,7 @@ from memdiag.record.keepers.survivors import FIRST_LOOK, Survivors
 from memdiag.record.marks import Marks
 from memdiag.record.options import Options
 from memdiag.record.process import machine
-from memdiag.record.process.signals import signals_wait
+from memdiag.record.process.signals import SignalsWait
 from memdiag.record.reading.consume import Consumer
 from memdiag.record.reading.heap import MIRRORS, Live
 from memdiag.record.reading.rows import Rows
@@ -78,6 +79,7 @@ class Recorder:
         self._on = False
         self._level: Level | None = None
         self._said: list[str] = []
+        self._kept = 0  # steps that ended before what the file has
         self._left = False
         self._ending: dict[str, Any] = {}
         self._open_on: int | None = None  # the thread on which an operator was running when the stream was cut
@@ -115,12 +117,14 @@ class Recorder:
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
             self._loop.owns, self._threads.elsewhere)
+        self._children = Children()
         self._gone: list[tuple[int, int, int]] = []
         self._take_inventory(now)
         self._on = True
         _track(self)
         self._threads.start()
         self._others.start()
+        self._children.start()
         self._loop.start()
         self._modules.start()
         self._begin_here()
@@ -171,8 +175,13 @@ class Recorder:
     ) -> None:
         if self._left:
             return  # a forked child, or ended already
-        self._left = True
-        self._ending = machine.ending(error)
+        with SignalsWait():  # until the file is closed
+            self._left = True
+            self._ending = machine.ending(error)
+            self._end()
+
+    def _end(self) -> None:
+        """Ends the recording and closes the file."""
         if self._active():
             self._loop.broken_off()
             self._loop.steps.settle()
@@ -201,6 +210,7 @@ class Recorder:
         self._modules.stop()
         self._loop.stop()
         self._others.stop()
+        self._children.stop()
 
     def _finish(self) -> None:
         self._on = False
@@ -231,6 +241,8 @@ class Recorder:
                 f"{self._threads.missed} module calls with gradients on other threads, while this one was recorded")
         if self._threads.moved:
             said.append("what other threads did before the one that trains was recorded, and after it ended")
+        if self._children.started:
+            said.append(f"processes that the script started through multiprocessing ({self._children.started})")
         if self._saves.suspended:
             said.append(
                 f"what autograd saved inside torch.func transforms and where the script forbids hooks "
@@ -281,7 +293,7 @@ class Recorder:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with signals_wait():
+            with SignalsWait():
                 self._read_chunk(reopen, level, look)
         finally:
             if collecting:
@@ -314,6 +326,7 @@ class Recorder:
             self._devices_told = devices
             self._writer.about({"devices": devices})
         self._rows.flush(self._writer)
+        self._kept = self._loop.steps.closed
 
     def _explain(self) -> None:
         """Looks for who holds what nothing else explains, while the functions that hold it are running."""
@@ -408,8 +421,8 @@ class Recorder:
             action()
         except OSError as error:
             self.problem = (
-                f"{self.path}: cannot be written any more ({error.strerror}); the run went on unrecorded after step "
-                f"{self._loop.steps.closed}, and what was written before can be read")
+                f"{self.path}: cannot be written any more ({error.strerror}); the run went on unrecorded; what was "
+                f"written before can be read: the first {self._kept} steps")
             self._on = False
             self._writer.abandon(full=True)
 
@@ -458,7 +471,7 @@ class Recorder:
                 self._lines.resume()
             self._show_progress()
         wanted = self._options.stop_after
-        if wanted is not None and self._loop.steps.closed >= wanted:
+        if wanted is not None and self._loop.steps.closed >= wanted and not self._left:
             raise SystemExit(0)
 
     def _look_now(self) -> bool:

@@ -72,8 +72,8 @@ def _ended(summary: Summary) -> str | None:
     if summary.cut_short is not None:
         return f"{summary.cut_short}; this is what was there"
     about, done = summary.about, _done(summary)
-    by = about.get("ended") or about.get("ended_by")
-    if by is None or by == SystemExit.__name__:  # which ends a run well, too, and does not say here with what status
+    by = about.get("ended_by")
+    if by is None:
         return None
     why = " (Ctrl-C)" if by == KeyboardInterrupt.__name__ else ""
     why = " (out of memory)" if about.get("ended_out_of_memory") else why

@@ -32,7 +32,8 @@ def temporary(found: Evidence) -> Iterable[Finding]:
     ]
     title, advice = _WORDS[kind]
     yield found.finding(
-        Class.WORKSPACE, kind, title, chosen, evidence, [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
+        Class.WORKSPACE, kind, title, chosen, evidence,
+        [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
 
 
 def _gathered(found: Evidence) -> Finding:

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from memdiag.record.frames import user_line
+from memdiag.record.hooks.patch import uncounted
 from memdiag.record.marks import LINE, Marks
 
 _overrides: Any = torch.overrides
@@ -89,6 +90,7 @@ class Lines(TorchFunctionMode):
         self.on()
         return True
 
+    @uncounted
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -20,7 +20,7 @@ from memdiag.record.facts import Claim, StepEnd, claim, plain
 from memdiag.record.frames import step_is_torchs, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.modules import tensors_in
-from memdiag.record.hooks.patch import replaced
+from memdiag.record.hooks.patch import replaced, uncounted
 from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
 from memdiag.trace import Role
@@ -54,6 +54,9 @@ class Loop:
         self._undo.append(replaced(torch.autograd, "_engine_run_backward", self._watch_backward))
         # A step that the scaler skips because of an infinite gradient calls no optimizer, and is a step all the same.
         self._undo.append(replaced(GradScaler, "step", self._watch_scaler))
+        # What a checkpoint calls before it runs a region again, and what every torch.manual_seed comes to.
+        for owner, name in ((torch, "set_rng_state"), (torch.random, "_seed_custom_device")):
+            self._undo.append(replaced(owner, name, self._watch_random))
         for loader in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
             self._undo.append(replaced(loader, "_next_data", self._watch_loader))
         for handle in (
@@ -113,6 +116,14 @@ class Loop:
 
         return run_backward
 
+    def _watch_random(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_state(*args: Any, **kwargs: Any) -> Any:
+            if self._backward and not torch.compiler.is_compiling():
+                self._marks.instant(m.RANDOM_SET)
+            return original(*args, **kwargs)
+
+        return set_state
+
     @plain
     def _claim_gradients(self, result: Any) -> None:
         claims: list[Claim | None] = []
@@ -121,9 +132,11 @@ class Loop:
         for reference in self._parameters.values():
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
-                name = self._name_of(parameter)
-                claims.append(claim(parameter.grad, Role.GRADIENTS, name, "the .grad of a parameter"))
+                claims.append(self._claim_gradient(parameter, parameter.grad))
         self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+    def _claim_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Claim | None:
+        return claim(gradient, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter")
 
     # --- optimizers ---------------------------------------------------------------------------------------------
 
@@ -177,6 +190,7 @@ class Loop:
             return None
 
         @functools.wraps(closure, updated=())
+        @uncounted
         def watched(*a: Any, **k: Any) -> Any:
             self._marks.instant(m.CLOSURE_START, None)
             quiet, self._lines.quiet = self._lines.quiet, False
@@ -218,6 +232,8 @@ class Loop:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.owns(parameters)
         claims = [claim(p, Role.PARAMETERS, self._name_of(p), "a parameter of an optimizer") for p in parameters]
+        # Those that the script has made itself have not been seen after a backward.
+        claims += [self._claim_gradient(p, p.grad) for p in parameters if p.grad is not None]
         self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
 
     @plain

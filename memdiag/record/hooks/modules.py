@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
-from memdiag.record.facts import ModuleCall, claim, plain
+from memdiag.record.facts import ModuleCall, claim, plain, storage_of
 from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.patch import replaced
-from memdiag.record.marks import CLAIM, MODULE, Marks
+from memdiag.record.marks import CLAIM, MODULE, OUTPUTS, Marks
 from memdiag.trace import Role
 
 
@@ -125,10 +125,12 @@ class Modules:
         depth = next((i for i in range(len(self._open) - 1, -1, -1) if self._open[i][0] is module), None)
         if depth is None:
             return
-        first = depth == 0 and self._open[0][1].call == 0
+        call = self._open[depth][1]
         self.unwind(keep=depth)
-        if first:
+        if depth == 0 and call.call == 0:
             self._claim_owned(module, again=True)  # lazy modules have their parameters only now
+        if call.outermost and call.grad:
+            self._note_outputs(output)
 
     @plain
     def _learn(self, module: nn.Module, args: tuple[Any, ...], frame: FrameType) -> None:
@@ -167,6 +169,14 @@ class Modules:
         if self.step_inputs is None and tensors:
             self.step_inputs = ", ".join(
                 f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+    @plain
+    def _note_outputs(self, output: Any) -> None:
+        """What a model has made is no input of the next one, though its alias without a history (``z.detach()``) may
+        be an argument there."""
+        found = [storage_of(t) for t in tensors_in(output) if t.grad_fn is not None]
+        self._marks.instant(OUTPUTS, [storage[0] for storage in found if storage is not None])
 
 
 def other_global_hooks() -> bool:

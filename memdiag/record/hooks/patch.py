@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+UNCOUNTED = "<memdiag, not counted: importlib _bootstrap>"
+"""The name of the file of functions of ours that others are called through."""
+
+
+def uncounted(function: F) -> F:
+    """Makes a function of ours one that warnings pass over.
+
+    A warning that is raised further in may count its way out to the frame that it names. Python counts no frame whose
+    file is called like a part of its import system, so that ours do not change which one that is.
+    """
+    if isinstance(function, FunctionType):
+        function.__code__ = _renamed(function.__code__)
+    return function
+
+
+@functools.cache
+def _renamed(code: CodeType) -> CodeType:
+    return code.replace(co_filename=UNCOUNTED)
 
 
 def replaced(owner: Any, name: str, watch: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -19,7 +40,7 @@ def replaced(owner: Any, name: str, watch: Callable[[Callable[..., Any]], Callab
     if original is None:
         return lambda: None
     # functools.wraps: whoever looks at it sees the original's name and signature.
-    replacement = functools.wraps(original)(watch(original))
+    replacement = functools.wraps(original)(uncounted(watch(original)))
     setattr(owner, name, replacement)
 
     def undo() -> None:

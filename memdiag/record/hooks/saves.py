@@ -139,7 +139,7 @@ class Saves:
             return Packed(tensor, None, -1)
         address, size, foreign = found
         if self.light:
-            self.times.packed.append((time_ns(), address))
+            self.times.packed.append((time_ns(), address, tensor.grad_fn is not None))
             return Packed(tensor, None, -1)
         save = self.count
         self.count += 1

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -516,16 +516,22 @@ def _common(ways: list[_Way]) -> int:
     """
     things = ways[0].things
     if len(ways) == 1:
+        end = _traceback(ways[0])
         for link in reversed(ways[0].links):
             thing = things[link.at]
-            if link.kind in chains.NAMED and isinstance(thing, (dict, *chains.CONTAINERS)) and not isinstance(
-                    thing, tuple):
+            if link.at < end and link.kind in chains.NAMED and isinstance(
+                    thing, (dict, *chains.CONTAINERS)) and not isinstance(thing, tuple):
                 return link.at
         return len(things) - 1
     at = 0
     while all(at + 1 < len(way.things) and way.things[at + 1] is things[at + 1] for way in ways):
         at += 1
     return at
+
+
+def _traceback(way: _Way) -> int:
+    """Position of the first traceback on a way; beyond its end where there is none."""
+    return next((at for at, thing in enumerate(way.things) if isinstance(thing, TracebackType)), len(way.things))
 
 
 def _keeper(way: _Way, common: int, aliases: tuple[Root, ...], birth: str | None) -> Keeper:
@@ -536,6 +542,11 @@ def _keeper(way: _Way, common: int, aliases: tuple[Root, ...], birth: str | None
     furthest = max(common, links[0].at if links else 0)
     named = [link for link in links if link.kind in chains.NAMED and (
         link.at <= furthest or link.kind in (chains.CACHE, chains.RECORD))]
+    end = _traceback(way)
+    if named and end < len(way.things):
+        # What the frames of a traceback have in their variables is kept by who keeps the exception.
+        named = [link for link in named if link.at < end] or named[:1]
+        bound = isinstance(way.things[named[-1].at], (BaseException, TracebackType))
     return Keeper(tuple(reversed(named)), aliases, bound, graph_at < len(way.things), birth)
 
 

@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from memdiag.record.process.quiet import quiet_profiler
+from memdiag.record.process.signals import SignalsWait
 
 R = TypeVar("R", bound=AbstractContextManager[Any])
 
@@ -77,11 +78,12 @@ class WhenTorchIsThere(MetaPathFinder, Generic[R]):
             sys.meta_path.remove(self)
 
     def _start(self) -> None:
-        try:
-            recorder = self._make()
-            with quiet_profiler():
-                recorder.__enter__()
-        except Exception as error:  # whatever it is, the script must not fail in its `import torch`
-            self.problem = f"the recording could not be started ({type(error).__name__}: {error})"
-        else:
-            self.recorder = recorder
+        with SignalsWait():
+            try:
+                recorder = self._make()
+                with quiet_profiler():
+                    recorder.__enter__()
+            except Exception as error:  # whatever it is, the script must not fail in its `import torch`
+                self.problem = f"the recording could not be started ({type(error).__name__}: {error})"
+            else:
+                self.recorder = recorder

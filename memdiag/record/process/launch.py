@@ -28,6 +28,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from memdiag.errors import MemdiagError
+from memdiag.record.process.signals import SignalsKept
 
 INTERRUPTED = -signal.SIGINT
 """The status of a script that ended by an unhandled KeyboardInterrupt: it dies of the signal, not with a number."""
@@ -77,16 +78,19 @@ def check(target: Target) -> None:
         _check_module(str(target.module))
 
 
-def run(target: Target, watch: AbstractContextManager[Any]) -> int:
+def run(target: Target, watch: AbstractContextManager[Any], kept: SignalsKept) -> int:
     """Runs the script to its end and returns its exit status; :func:`leave` ends the process with it.
 
     ``watch`` is entered right before the user's first line. It is left once the script and its non-daemon threads are
-    done, with the exception that ended the script, if one did (not for SystemExit). Whatever leaving it raises is said
-    on standard error and does not change the status.
+    done, with the exception that ended the script, if one did; of SystemExit with its status alone, and not where that
+    is 0. Whatever leaving it raises is said on standard error and does not change the status.
 
     ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]`` stay the script's own, since its exit handlers run after
     this. In a child that the script forked and that reaches the end of the script, this never returns: the child
     leaves as it would have, without touching ``watch``.
+
+    Args:
+        kept: keeps signals from the script's end on, but while code of the script's runs; to be released by the caller.
 
     Returns:
         0 to 255, or INTERRUPTED.
@@ -103,13 +107,21 @@ def run(target: Target, watch: AbstractContextManager[Any]) -> int:
     except BaseException as caught:
         error = caught
     # Outside the `except`: the user's hook must find no exception being handled.
+    while True:
+        try:
+            kept.hold()
+            break
+        except BaseException as at_once:  # Ctrl-C, and again
+            kept.is_due(at_once)
     if is_script:
-        _flush()  # python does so after a script, not after a module
-    status = 0 if error is None else _end(error)
+        kept.interruptible(_flush)  # python does so after a script, not after a module, and passes over what it raises
+    status = 0 if error is None else _end(error, kept)
     if isinstance(error, SystemExit):
-        error = None  # what its frames hold goes now, before threads are waited for
-    _join_threads()
+        # What its frames hold goes now, before threads are waited for.
+        error = SystemExit(status) if status else None
+    _join_threads(kept)
     if os.getpid() != pid:
+        kept.release()
         _leave_child(status)
     try:
         watch.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
@@ -321,7 +333,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _end(error: BaseException) -> int:
+def _end(error: BaseException, kept: SignalsKept) -> int:
     """Shows an exception that ended the script as python does; returns the exit status."""
     if isinstance(error, SystemExit):
         return _exit_status(error)
@@ -335,10 +347,7 @@ def _end(error: BaseException) -> int:
         _complain("sys.excepthook is missing\n")
         sys.__excepthook__(type(error), error, trace)
     else:
-        try:
-            sys.excepthook(type(error), error, trace)
-        except BaseException as caught:
-            failure = caught
+        failure = kept.interruptible(lambda: sys.excepthook(type(error), error, trace))
     if isinstance(failure, SystemExit):
         return _exit_status(failure)
     if failure is not None:
@@ -373,12 +382,13 @@ def _complain(text: str) -> None:
             os.write(2, text.encode(errors="backslashreplace"))
 
 
-_OURS = {__name__, "runpy", "zipimport"} | {"importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
+_OURS = {__name__, SignalsKept.__module__, "runpy", "zipimport"} | {
+    "importlib.util", "importlib._bootstrap", "importlib._bootstrap_external"}
 
 
 def _clean(error: BaseException) -> None:
     """Leaves what python would show of an exception that ended the script."""
-    if "memdiag.record.recorder" in sys.modules:  # else nothing was recorded
+    if "memdiag.record.process.late" in sys.modules:  # else nothing of ours was in the script's way
         from memdiag.record.process.tracebacks import clean
 
         clean(error)
@@ -392,15 +402,16 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _join_threads() -> None:
+def _join_threads(kept: SignalsKept) -> None:
     # What the interpreter calls when the main program has ended. Joining by hand would wait forever for the workers
     # of a thread pool that was left open.
     private: Any = threading
-    failure: BaseException | None = None
-    try:
+
+    def wait() -> None:
+        kept.deliver()
         private._shutdown()
-    except BaseException as caught:
-        failure = caught
+
+    failure = kept.interruptible(wait)
     if failure is not None:  # Ctrl-C while waiting: the interpreter tells of it and goes on to end
         header = "Exception ignored on threading shutdown" if sys.version_info >= (3, 13) else "Exception ignored in"
         frames = "".join(traceback.format_tb(_users(failure.__traceback__)))

@@ -86,8 +86,9 @@ def settings() -> dict[str, Any]:
 
 def ending(error: BaseException | None) -> dict[str, Any]:
     """How the run ended, from the exception that ended it. Nothing of it is kept but the name of its class."""
+    well = error is None or isinstance(error, SystemExit) and error.code in (None, 0)
     return {
-        "ended_by": None if error is None else type(error).__name__,
+        "ended_by": None if well else type(error).__name__,
         "ended_out_of_memory": _is_out_of_memory(error),
     }
 

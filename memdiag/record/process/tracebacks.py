@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import linecache
 import os
+import sys
 from types import CodeType, TracebackType
 
-from torch import nn
-from torch.overrides import handle_torch_function
-
-from memdiag.record.hooks.lines import TRAMPOLINE_NAME
-from memdiag.record.hooks.modules import other_global_hooks
+from memdiag.record.hooks.patch import UNCOUNTED
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HANDLE = handle_torch_function.__code__
-_CALL_IMPL = nn.Module._call_impl.__code__
-_OWN_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_IMPORTING = "<frozen importlib."
+_AROUND_TORCH = "execute_and_start"  # in late.py: around the code of torch as it is imported
 
 
 def clean(error: BaseException) -> None:
@@ -34,65 +27,38 @@ def clean(error: BaseException) -> None:
 
 
 def cleaned(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that the recording added.
-
-    Those are: our own; the second call of a torch function written in Python, which had asked for overrides; and the
-    long way through a module's call, which global hooks cause.
-    """
+    """A traceback without the frames that the recording added."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    kept: list[TracebackType] = []
-    overridden = False
-    for entry in frames:
-        code = entry.tb_frame.f_code
-        if code.co_filename.startswith(_OWN) or code.co_name == TRAMPOLINE_NAME:
-            overridden = overridden or code.co_name == TRAMPOLINE_NAME
-            continue
-        if overridden:
-            overridden = False
-            if len(kept) >= 2 and kept[-1].tb_frame.f_code is _HANDLE and kept[-2].tb_frame.f_code is code:
-                del kept[-2:]
-        if kept and kept[-1].tb_frame.f_code is _CALL_IMPL and code.co_filename == _CALL_IMPL.co_filename:
-            if code.co_name == "inner" and _only_ours(kept[-1]):
-                kept[-1] = _short_way(kept[-1])
-                continue
-        kept.append(entry)
+    frames = _without_importing(frames)
+    if {"torch", "memdiag.record.recorder"} <= sys.modules.keys():  # torch is not there where its import was broken off
+        from memdiag.record.process.detours import without_detours
+
+        frames = without_detours(frames)
     result: TracebackType | None = None
-    for entry in reversed(kept):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    for entry in reversed(frames):
+        if not _is_ours(entry.tb_frame.f_code):
+            result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
 
 
-def _only_ours(entry: TracebackType) -> bool:
-    """Whether the module of a ``_call_impl`` frame has no hooks of its own, nor the script global ones."""
-    module = entry.tb_frame.f_locals.get("self")
-    return not any(getattr(module, name, None) for name in _OWN_HOOKS) and not other_global_hooks()
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_OWN) or code.co_filename == UNCOUNTED
 
 
-def _short_way(entry: TracebackType) -> TracebackType:
-    place = _call_of_forward(entry.tb_frame.f_code)
-    if place is None:
-        return entry
-    return TracebackType(None, entry.tb_frame, *place)
+def _without_importing(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without the import system's frames that lead to ours, which stands around the code of torch.
 
-
-@functools.cache
-def _call_of_forward(code: CodeType) -> tuple[int, int] | None:
-    """Instruction and line where ``_call_impl`` calls forward when there are no hooks; None if it looks different."""
-    line = None
-    for instruction in dis.get_instructions(code):
-        if instruction.starts_line is not None:
-            line = instruction.starts_line if not isinstance(instruction.starts_line, bool) else _line(instruction)
-        if line is not None and instruction.opname.startswith("CALL") and "return forward_call(" in linecache.getline(
-            code.co_filename, line
-        ):
-            return instruction.offset, line
-    return None
-
-
-def _line(instruction: dis.Instruction) -> int | None:
-    # From Python 3.13 on `starts_line` only says whether, and `line_number` which.
-    number: int | None = getattr(instruction, "line_number", None)
-    return number
+    Python leaves the import system's own out where what is imported fails, but looks no further than that frame.
+    """
+    kept: list[TracebackType] = []
+    for at, entry in enumerate(frames):
+        code = entry.tb_frame.f_code
+        following = frames[at + 1].tb_frame.f_code.co_filename if at + 1 < len(frames) else ""
+        if code.co_name == _AROUND_TORCH and _is_ours(code) and not following.startswith(_IMPORTING):
+            while kept and kept[-1].tb_frame.f_code.co_filename.startswith(_IMPORTING):
+                kept.pop()
+        kept.append(entry)
+    return kept

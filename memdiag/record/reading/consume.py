@@ -18,13 +18,18 @@ from memdiag.record.reading.heap import Birth, Heap
 from memdiag.record.reading.loopstate import ENTERS, LoopState
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Role
-from memdiag.trace.model import GRAD_ON, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
+from memdiag.trace.model import GRAD_ON, OTHER_RANDOM, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
 
 # What an event's name says it is.
 _MEMORY, _OOM, _MARK, _NODE, _ACCUMULATE, _OPERATOR, _CONTAINER = range(7)
 _NODE_PREFIX = "autograd::engine::evaluate_function: "
 _COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::pin_memory"})
 _MOST_SEQUENCES = 500_000  # operators whose line is kept for their backward
+_ZEROES = frozenset({"aten::zero_", "aten::_foreach_zero_"})
+# Operators that draw random numbers. Those around them (dropout) call one of these only where they draw.
+_DRAWS = frozenset({f"aten::{name}" for name in (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout", "normal_",
+    "poisson", "random_", "randperm", "rrelu_with_noise", "uniform_")})
 
 
 class _Place:
@@ -62,6 +67,8 @@ class Consumer:
         self._unpacked: dict[int, int] = {}
         self._own_thread = NONE
         self._graph_of_backward = False
+        self._node = 0  # outermost nodes of backward so far
+        self._random_set_in = NONE  # the last of them in which the random state was set
         self.events_read = 0
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
@@ -153,6 +160,8 @@ class Consumer:
                     if place.span == NONE and not loop.nested:
                         loop.code(entry[2], heap.next_event, event.start_time_ns)
                     line = self._rows.intern(entry[1])
+                    if place.node != NONE and line == elsewhere.line:
+                        line = place.line  # code of torch's, or that it made: what is undone says more than the call
                     # Hooks and backwards run without gradients, unless they are to be differentiated themselves.
                     again = loop.in_backward and entry[2] and not self._graph_of_backward
                     inner = _Place(place.span, place.operator, line, place.node, again)
@@ -165,8 +174,12 @@ class Consumer:
                     todo.extend([(child, inner, NONE) for child in reversed(event.children)])
                 elif kind == m.CUT:
                     closed = place is root
+                elif kind == m.RANDOM_SET:
+                    self._random_set_in = self._node
                 elif kind == m.CLAIM:
-                    heap.claim(entry[2])
+                    heap.claim(entry[2], loop.step)
+                elif kind == m.OUTPUTS:
+                    heap.computed(entry[2])
                 elif kind in ENTERS:
                     # What follows on this level is not the module's own work until the matching end.
                     shelved.append((place.span, place.operator, place.line))
@@ -227,7 +240,7 @@ class Consumer:
         heap, loop = self.heap, self.loop
         fields = event.extra_fields
         # In an optimizer's step they are the parameters', and there are many.
-        signature, read = (NONE, ()) if loop.in_optimizer else self._signature(fields.inputs)
+        signature, read = (NONE, ()) if loop.in_optimizer and name not in _ZEROES else self._signature(fields.inputs)
         sequence = fields.sequence_number
         span = self._new_span()
         at_top = place.span == NONE
@@ -239,9 +252,12 @@ class Consumer:
             span, loop.span if at_top else place.span, Kind.OPERATOR, name_id, heap.next_event, 0, start_ns, 0, 0,
             place.line, NONE, sequence, signature, RECOMPUTE * place.again, NONE,
         ]
+        if place.again and self._random_set_in != self._node and _draws(event):
+            row[-2] |= OTHER_RANDOM
         self._rows["spans"].append(row)
         todo.append((row, None, event.end_time_ns))
         if at_top and read and not loop.in_backward:
+            heap.gradients_touched(read, name, name in _ZEROES, loop.span)
             if name[-1] == "_" and not loop.nested:
                 if heap.has_role(read[0], Role.PARAMETERS):
                     loop.parameter_written(heap.next_event, start_ns)
@@ -278,6 +294,7 @@ class Consumer:
         live = self.heap.find_or_foreign(saved.address, saved.storage_bytes, saved.device, saved.foreign)
         if live is not None and (saved.requires_grad or not saved.leaf):
             live.saved = True
+            live.history = live.history or not saved.leaf
             if saved.leaf and live.step < self.loop.step and not live.claims:
                 self.heap.say(
                     live, Role.PARAMETERS, None, "wants gradients, has no history, and was there a step before")
@@ -329,6 +346,7 @@ class Consumer:
         line, forward, node = place.line, NONE, NONE
         if code == _NODE:
             node = name_id
+            self._node += place.node == NONE
             forward, line = self._forward_of(sequence, line)
         row = [
             self._new_span(), self.loop.span if place.span == NONE else place.span,
@@ -382,6 +400,11 @@ class Consumer:
         self._fold.finish()
         self.loop.finish(self.heap.next_event, time_ns)
         return self._fold.highest_step(self._rows)
+
+
+def _draws(event: Any) -> bool:
+    """Whether an operator draws random numbers, itself or in what it calls."""
+    return event.name in _DRAWS or any(_draws(child) for child in event.children)
 
 
 def _by_thread(roots: list[Any]) -> tuple[list[Any], list[Any]]:

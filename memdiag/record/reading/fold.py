@@ -34,19 +34,20 @@ class Fold:
         self._highest: _StepEvents | None = None
 
     def chunk(
-        self, roots: list[Any], entries: list[Entry], packed: list[tuple[int, int]], gone: list[tuple[int, int, int]]
+        self, roots: list[Any], entries: list[Entry], packed: list[tuple[int, int, bool]],
+        gone: list[tuple[int, int, int]],
     ) -> None:
         """Reads a chunk.
 
         Args:
             roots: memory events.
             entries: marks, placed by their time.
-            packed: (time, address) of tensors that autograd saved.
+            packed: (time, address, whether it has a history) of tensors that autograd saved.
             gone: (time, address, bytes) of memory that was freed without an event.
         """
         moments = [(entry[1].start_ns if entry[0] == m.MODULE else entry[1], entry) for entry in entries
                    if entry[0] not in (m.LINE, m.SAVE, m.CUT)]
-        moments += [(time, (m.SAVE, time, address)) for time, address in packed]
+        moments += [(saved[0], (m.SAVE, *saved)) for saved in packed]
         moments += [(freed[0], (_GONE, *freed)) for freed in gone]
         moments.sort(key=lambda moment: moment[0])
         events = sorted(roots, key=lambda event: event.start_time_ns)
@@ -92,9 +93,13 @@ class Fold:
             if not loop.nested:
                 loop.module(entry[1].grad, event, entry[1].start_ns)
         elif kind == m.CLAIM:
-            self._heap.claim(entry[2])
+            self._heap.claim(entry[2], loop.step)
+        elif kind == m.OUTPUTS:
+            self._heap.computed(entry[2])
         elif kind == m.SAVE:
             live = self._heap.find(entry[2])
+            if live is not None:
+                live.history = live.history or entry[3]
             if live is not None and not live.claims:
                 self._heap.say(live, Role.SAVED_ACTIVATIONS, None, "saved by autograd for backward")
         elif kind == _GONE:
@@ -107,7 +112,7 @@ class Fold:
             if kind == m.BACKWARD_START and entry[3]:
                 loop.graph_backward(time, entry[2])
             loop.enter(ENTERS[kind], event, time)
-        else:
+        elif kind != m.RANDOM_SET:  # of no use without operators
             loop.leave(event, time)
         if loop.phase is not before:
             self._step.phases.append((len(self._step.events), loop.phase))

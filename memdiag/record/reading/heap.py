@@ -11,7 +11,7 @@ from memdiag.record.facts import Claim
 from memdiag.record.reading.failures import UNKNOWN, Request
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
-from memdiag.trace.model import REPLAYED, UNSEEN
+from memdiag.trace.model import COMMUNICATION, REPLAYED, UNSEEN, USED, ZEROED
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -37,7 +37,8 @@ class Live:
         id: its row in the trace; NONE while light recording has not yet written one.
         step: that it was born in.
         birth: where it was born.
-        saved: kept by autograd, with a history.
+        saved: kept by autograd: it wants gradients, or has a history.
+        history: a tensor of it was seen that autograd would lead back from.
         sources: addresses that the script's own operator read to make it.
         mirrors: buffers, itself included, that the script writes gradients into and that it is or was made from.
         wants_gradients: the tensor that a variable leads to is a parameter, or one in all but name.
@@ -52,6 +53,7 @@ class Live:
     step: int
     birth: Birth
     saved: bool = False
+    history: bool = False
     sources: tuple[int, ...] = ()
     mirrors: tuple[Live, ...] = ()
     wants_gradients: bool = False
@@ -92,6 +94,7 @@ class Heap:
         self._marks = 0
         self._replayed: set[str] = set()  # buffers that a recomputation wrote to
         self._mirrored = False  # the script writes gradients into buffers of its own
+        self._last_used: tuple[int, str] | None = None  # phase and operator that used gradients last
 
     def new_chunk(self) -> None:
         self._times, self._first = [], self.next_event
@@ -272,11 +275,20 @@ class Heap:
             self._happens(time)
         return found
 
-    def claim(self, claims: list[Claim]) -> None:
+    def claim(self, claims: list[Claim], step: int) -> None:
+        """Live objects say what they are, in a step."""
         for c in claims:
             live = self.find_or_foreign(c.address, c.bytes, c.device, c.foreign)
+            if live is None or c.role is Role.INPUTS and live.history and live.step == step:
+                continue  # what this step computed may be an argument without its history, and is no input for that
+            self.say(live, c.role, c.name, c.proof, c.from_birth)
+
+    def computed(self, addresses: list[int]) -> None:
+        """Tensors with a history are there."""
+        for address in addresses:
+            live = self.find(address)
             if live is not None:
-                self.say(live, c.role, c.name, c.proof, c.from_birth)
+                live.history = True
 
     def say(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool = True) -> None:
         if role in live.claims and (name is None or live.claims[role][0] is not None):
@@ -348,6 +360,25 @@ class Heap:
                 self._replayed.add(name)
                 self._rows["marks"].append((self.next_event, self._rows.intern(REPLAYED), self._rows.intern(name), 0))
 
+    def gradients_touched(self, addresses: tuple[int, ...], operator: str, zeroes: bool, phase: int) -> None:
+        """The script's own operator read storages or wrote to them: where they are gradients, it is told.
+
+        Args:
+            zeroes: it sets what it is given to zero.
+            phase: span of the phase that it ran in.
+        """
+        gradients = [
+            live for address in addresses
+            if (live := self._at.get(address)) is not None and Role.GRADIENTS in live.claims]
+        if not gradients or not zeroes and self._last_used == (phase, operator):
+            return
+        if not zeroes:
+            self._last_used = phase, operator
+        intern = self._rows.intern
+        self._rows["marks"].append((
+            self.next_event, intern(ZEROED if zeroes else USED), intern(operator),
+            sum({id(live): live.bytes for live in gradients}.values())))
+
     def gradient_arrives(self, address: int | None) -> None:
         """A storage was handed to AccumulateGrad: it becomes a parameter's gradient, or is added to it."""
         live = self._at.get(address) if address else None
@@ -359,7 +390,7 @@ class Heap:
         for address in addresses:
             live = self.find(address)
             if live is not None and not live.saved and not live.claims:
-                self.say(live, Role.GRADIENTS, "communication buffer", f"given to {operator} in backward")
+                self.say(live, Role.GRADIENTS, COMMUNICATION, f"given to {operator} in backward")
 
     def unexplained(self) -> dict[int, Live]:
         """Live allocations that only a look at who holds them can explain, by address."""
