@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "mlp": (mlp, lambda: torch.randn(16, 20)),
     "convnet": (convnet, lambda: torch.randn(8, 3, 8, 8)),
     "gpt": (GPT, lambda: torch.randint(50, (3, 12))),
+    # Of so many parameters that an optimizer's step is recorded by itself.
+    "deep": (lambda: nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)]), lambda: torch.randn(16, 20)),
     "lstm": (Last, lambda: torch.randn(5, 7, 6)),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -112,6 +114,7 @@ def recorded() -> Callable[[str, str], Seen]:
 
 @pytest.mark.parametrize(("model", "optimizer"), [
     ("mlp", "sgd"), ("mlp", "lbfgs"), ("convnet", "sgd"), ("gpt", "adam"), ("gpt", "lbfgs"), ("lstm", "adam"),
+    ("deep", "adam"), ("deep", "lbfgs"),
 ])
 class TestAgainstIndependentCounts:
     def test_the_peak_is_that_of_a_plain_profiler(

@@ -42,6 +42,7 @@ from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
 _CUT_AT_STEP_END = 2_500
 _CUT_ANYWHERE = 15_000
+_MANY_PARAMETERS = 32  # of an optimizer, from which two more cuts cost less than the shapes of what it works on
 _PROGRESS_SECONDS = 0.25
 _NO_SHAPES = "what operators read, from step {step} on: recording it would keep what torch.func's transforms make alive"
 _STILL_OPEN = "everything after step {step}: an operator was running where the stream had to be cut"
@@ -112,7 +113,8 @@ class Recorder:
         self._lines = Lines(self._marks)
         self._saves = Saves(self._marks, self._active, self._transform_begins)
         self._loop = Loop(
-            self._marks, self._lines, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended)
+            self._marks, self._lines, self._active, lambda p: self._modules.names.of_parameter(p), self._step_ended,
+            self._stepping)
         self._others = OtherProfilers(self._make_way, lambda: self._loop.steps.closed)
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
@@ -269,7 +271,7 @@ class Recorder:
         _, last = self._options.steps
         return last is None or self._loop.steps.closed < last
 
-    def _open(self, level: Level) -> None:
+    def _open(self, level: Level, shapes: bool = True) -> None:
         self._level = level
         self._marks.enabled = True
         full = level is Level.FULL
@@ -281,10 +283,16 @@ class Recorder:
             self._lines.pause()
         else:
             self._lines.stop()  # even paused it costs each torch function some microseconds
-        self._stream.open(level)
+        self._stream.open(level, shapes)
 
-    def _cut(self, reopen: bool, level: Level | None = None, look: bool = True) -> None:
+    def _cut(
+        self, reopen: bool, level: Level | None = None, look: bool = True, midway: bool = False, shapes: bool = True
+    ) -> None:
         """Ends the chunk, reads and writes it, and goes on at a level, or at the one that is wanted then.
+
+        Args:
+            midway: the step goes on: what was read is written when it ends.
+            shapes: what goes on has them, where it is in full.
 
         No garbage is collected in between: the script's would be freed unseen. Signals wait until it is done.
         """
@@ -294,12 +302,14 @@ class Recorder:
         gc.disable()
         try:
             with SignalsWait():
-                self._read_chunk(reopen, level, look)
+                self._read_chunk(reopen, level, look, midway, shapes)
         finally:
             if collecting:
                 gc.enable()
 
-    def _read_chunk(self, reopen: bool, next_level: Level | None, look: bool) -> None:
+    def _read_chunk(
+        self, reopen: bool, next_level: Level | None, look: bool, midway: bool, shapes: bool
+    ) -> None:
         roots = self._stream.close()
         self._marks.enabled = False
         entries = self._marks.take()
@@ -313,12 +323,13 @@ class Recorder:
         if look:
             self._explain()
             self._explain_beside()
-        self._write(self._flush)
+        if not midway:
+            self._write(self._flush)
         self._open_on = None if closed else threading.get_ident()
         if not closed and reopen:
             self._give_up(_STILL_OPEN.format(step=self._loop.steps.closed))
         elif reopen and self._on:
-            self._open(next_level or self._wanted_level())
+            self._open(next_level or self._wanted_level(), shapes)
 
     def _flush(self) -> None:
         devices = list(self._consumer.heap.devices)
@@ -473,6 +484,18 @@ class Recorder:
         wanted = self._options.stop_after
         if wanted is not None and self._loop.steps.closed >= wanted and not self._left:
             raise SystemExit(0)
+
+    def _stepping(self, parameters: int | None) -> None:
+        """The step of an optimizer begins, or is over. What its operators read are the parameters and their state, and
+        it costs more to read than all that a forward and a backward read: it is recorded without."""
+        shapes = parameters is None
+        if (
+            self._stream.level is Level.FULL and self._stream.shapes and self._stream.with_shapes is not shapes
+            and (parameters is None or parameters >= _MANY_PARAMETERS) and self._may_cut(in_function=True)
+        ):
+            self._lines.suspend()
+            self._cut(reopen=True, level=self._level, look=False, midway=True, shapes=shapes)
+            self._lines.resume()
 
     def _look_now(self) -> bool:
         """Whether to read the stream at this step's end, small as it is, to see who holds what: often at first."""

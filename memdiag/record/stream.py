@@ -33,6 +33,7 @@ class Stream:
         # Whether full recording has the shapes, and with them the storages that operators read. What torch.func wraps
         # is then kept alive until the chunk is read.
         self.shapes = True
+        self.with_shapes = False  # the chunk that is open
         self._failures = Failures()
         self._result: Any = None  # of the chunk that was closed last, until it has been read
         # The originals, taken before anyone wraps them to watch for a profiler of the user's own.
@@ -40,11 +41,12 @@ class Stream:
         self._enable: Callable[..., Any] = _profiler._enable_profiler
         self._disable: Callable[..., Any] = _profiler._disable_profiler
 
-    def open(self, level: Level) -> None:
+    def open(self, level: Level, shapes: bool = True) -> None:
         assert self.level is None
+        self.with_shapes = level is Level.FULL and self.shapes and shapes
         config = _profiler.ProfilerConfig(
             ProfilerState.KINETO,
-            level is Level.FULL and self.shapes,
+            self.with_shapes,
             True,  # memory
             False,  # Python stacks: blind to operators such as `x @ y`, and slow
             False,

@@ -34,14 +34,16 @@ class Loop:
         active: whether the calling thread is recorded.
         name_of: the name of a parameter, where a module of that name has been called.
         step_ended: called where a step may have ended; may cut the stream, or end the script.
+        stepping: called where the step of an optimizer of torch's begins that calls nothing of the script's, with the
+            number of its parameters, and with None where it is over; may cut the stream.
     """
 
     def __init__(
         self, marks: Marks, lines: Lines, active: Callable[[], bool], name_of: Callable[[torch.Tensor], str | None],
-        step_ended: Callable[[StepEnd], None],
+        step_ended: Callable[[StepEnd], None], stepping: Callable[[int | None], None],
     ) -> None:
         self._marks, self._lines, self._active = marks, lines, active
-        self._name_of, self._step_ended = name_of, step_ended
+        self._name_of, self._step_ended, self._note_stepping = name_of, step_ended, stepping
         self.steps = Steps()
         self._backward = 0
         self._optimizer = 0
@@ -144,15 +146,19 @@ class Loop:
         if torch.compiler.is_compiling() or not self._active():
             return None
         self._drop_stale(sys._getframe(1), entering=True)
-        self._optimizer += 1
-        if self._optimizer > 1:  # super().step()
+        if self._optimizer:  # super().step()
+            self._optimizer += 1
             return None
+        self.steps.optimizer_begins(optimizer)
+        quiet = step_is_torchs(type(optimizer))
+        if quiet and not callable(_closure(args, kwargs)) and self.steps.expects(optimizer):
+            self._note_stepping(sum(len(group["params"]) for group in optimizer.param_groups))
+        self._optimizer = 1
         self._stepped = True
         self._stepping = weakref.ref(optimizer)
-        self.steps.optimizer_begins(optimizer)
         self._claim_parameters(optimizer)
         self._marks.instant(m.OPTIMIZER_START, user_line(sys._getframe(1)))
-        self._lines.quiet = step_is_torchs(type(optimizer))
+        self._lines.quiet = quiet
         return self._with_own_closure(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -165,6 +171,7 @@ class Loop:
             self._stepping = None
             self._marks.instant(m.OPTIMIZER_END)
             self.mark_step_end(self.steps.optimizer_ended(optimizer))
+            self._note_stepping(None)
 
     def _watch_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +192,7 @@ class Loop:
 
     def _with_own_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step with its closure, a forward and backward of its own, in phases of its own."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = _closure(args, kwargs)
         if not callable(closure):
             return None
 
@@ -226,6 +233,7 @@ class Loop:
         if optimizer is not None:
             self._claim_state(optimizer)
         self._marks.instant(m.OPTIMIZER_END)
+        self._note_stepping(None)
 
     @plain
     def _claim_parameters(self, optimizer: Optimizer) -> None:
@@ -261,6 +269,11 @@ class Loop:
     def _claim_batch(self, data: Any) -> None:
         claims = [claim(t, Role.INPUTS, None, "yielded by a DataLoader") for t in tensors_in(data)]
         self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure that an optimizer's step was given, in the arguments as its hooks get them."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 _STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__

@@ -65,6 +65,11 @@ class Steps:
                 known.discard(other)
             self._restart(self._undecided if len(stepped) == 1 else [])
 
+    def expects(self, optimizer: Optimizer) -> bool:
+        """Whether it is known already what the end of this optimizer's step, which begins, will be."""
+        order = [*self._order, id(optimizer)]
+        return len(self._alive()) == 1 or self._cycle[: len(order)] == order
+
     def settle(self) -> None:
         """The run ends before a cycle was seen twice: each optimizer's step was a training step, as far as is known."""
         if not self._cycle:
