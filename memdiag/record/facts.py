@@ -71,12 +71,12 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     """Address, bytes and whether it is foreign; None for tensors without a storage (meta, sparse, wrappers)."""
     tensor = innermost(tensor)
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return None
     try:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-    except (NotImplementedError, RuntimeError):  # wrapper subclasses and fake tensors hold no memory
+    except (NotImplementedError, RuntimeError):  # wrapper subclasses, fake tensors, those of transforms that have ended
         return None
     size = storage.nbytes()
     return (address, size, not storage.resizable()) if address and size else None
