@@ -42,6 +42,17 @@ class Way:
 
 WAYS = [
     Way("list", "log_list[*] → its graph", "log_list.append(graph())  # list", "log_list = []"),
+    Way("other_name", "[*]", "journal.add(data())", """
+class Journal:
+    def __init__(self):
+        self.pages = []
+
+    def add(self, item):
+        self.pages.append(item)  # other_name
+
+journal = Journal()
+shelf = journal.pages
+"""),
     Way("dict_of_lists", "history['loss'][*]", "history['loss'].append(graph())  # dict_of_lists",
         "history = {'loss': [], 'other': []}"),
     Way("defaultdict", "groups['train'][*]", "groups['train'].append(data())  # defaultdict",

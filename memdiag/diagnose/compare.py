@@ -123,7 +123,7 @@ def _reasons(views: tuple[View, View], sides: tuple[Side, Side]) -> Iterator[str
         cold, warm = ("B", "A") if _later_steps(a) else ("A", "B")
         yield f"{cold} has only its warm-up, {warm} has steps after it: one is cold, the other warm"
     shapes = _shapes(a, side_a), _shapes(b, side_b)
-    if all(shapes) and shapes[0] != shapes[1]:
+    if all(shapes) and shapes[0].isdisjoint(shapes[1]):
         yield f"other inputs: {_listed(shapes[0])} in A, {_listed(shapes[1])} in B"
     yield from _settings(side_a, side_b)
     yield from _growth(a, b)

@@ -84,7 +84,7 @@ def _verdict(found: Evidence, findings: list[Finding], small: bool) -> Verdict:
     assert cls is not None
     shares = [ClassShare(c, size, size / found.peak_bytes) for c, size in by_class.items() if size]
     shares.sort(key=lambda share: (share.cls is not cls, -share.bytes))
-    return Verdict(cls, shares, phase, _sentence(found, cls, first, phase))
+    return Verdict(cls, shares, phase, _sentence(found, cls, findings, phase))
 
 
 def _of_failure(verdict: Verdict, found: Failure, oom: Oom, findings: list[Finding]) -> Verdict:
@@ -150,7 +150,8 @@ _IN_PHASE = {
 }
 
 
-def _sentence(found: Evidence, cls: Class, first: Finding | None, phase: str | None) -> str:
+def _sentence(found: Evidence, cls: Class, findings: list[Finding], phase: str | None) -> str:
+    first = next((finding for finding in findings if finding.cls is cls), None)
     peak = format_bytes(found.peak_bytes)
     if cls is Class.NONE:
         return f"No shortage and no growth: the peak is {peak}, and nothing needs to be done."
@@ -162,7 +163,7 @@ def _sentence(found: Evidence, cls: Class, first: Finding | None, phase: str | N
         return f"{first.title}: what earlier steps left is {first.share:.0%} of the peak of {peak}{where}."
     if cls is Class.UNDETERMINED:
         return f"Undetermined: {share:.0%} of the peak of {peak}{where}{',' * bool(where)} has no owner that was seen."
-    if first is not None and first.cls is cls:
+    if first is not None:
         return f"{first.title}: {first.share:.0%} of the peak of {peak}{where}."
     return f"Mostly {cls.words}: {share:.0%} of the peak of {peak}{where}."
 

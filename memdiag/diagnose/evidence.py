@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from memdiag.diagnose.growth import Growing, growing
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.saves import Saves
-from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SPARSE_ROWS
+from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE, SPARSE_ROWS
 from memdiag.trace import NONE, Phase, Role
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import Place, at, module_names, operator_names, relative
@@ -116,6 +116,12 @@ class Evidence:
             return np.zeros(len(self.size), dtype=bool)
         earlier: Mask = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
         return earlier
+
+    @cached_property
+    def leaking(self) -> bool:
+        """Whether what leaks would double the peak in a real run."""
+        rate = sum(site.bytes_per_step for site in self.growing.leak_sites)
+        return rate * LEAK_STEPS >= self.peak_bytes > 0 and rate > 0
 
     @cached_property
     def scratch(self) -> Mask:

@@ -85,11 +85,14 @@ class Saves:
 
     @cached_property
     def never_read(self) -> Mask:
-        """Allocations that were saved for a backward which never came, though their step is over.
+        """Allocations that were saved for a backward which never came, though their step is over, or the run.
 
         Where a step ran out of memory its backward could not come.
         """
+        about = self._view.trace.about
         over = np.isin(self._step, self._view.trace["steps"]["step"]) | (self._step == NONE)
+        if "ended_by" in about and about["ended_by"] is None:  # nothing comes any more
+            over[:] = True
         failures = self._view.trace["out_of_memory"]
         for step in np.unique(failures["step"]).tolist():
             over &= (self._step != step) | (self._packed > failures["event"][failures["step"] == step].max())
@@ -110,6 +113,17 @@ class Saves:
         read = np.zeros(self._count, dtype=bool)
         read[self._allocation[self._unpacked != NONE]] = True
         return self.saved & ~read
+
+    @cached_property
+    def last_saved(self) -> Ints:
+        """For each allocation, the event at which the last operator that saved it ended; NONE where none did.
+
+        Operators save what they read, or made: without a graph, a forward needs it until then.
+        """
+        last = np.full(self._count, NONE, dtype=np.int64)
+        known = self._span != NONE
+        np.maximum.at(last, self._allocation[known], self._view.trace["spans"]["end_event"][self._span[known]])
+        return last
 
     @cached_property
     def last_read(self) -> Ints:

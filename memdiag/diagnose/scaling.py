@@ -74,9 +74,10 @@ def _from_shapes(found: Evidence) -> list[Scaling]:
     result = []
     for position, name in enumerate(_names(text)):
         size = shape[position]
-        if size < 2 or size in shape[:position]:
+        if size < 2 or position and shape.count(size) > 1:  # which of the two a tensor has cannot be told
             continue
-        powers = np.array([_power(dims, size, math.prod(shape[:position])) for dims in saved], dtype=np.int64)
+        outer = math.prod(shape[:position]) if position else None
+        powers = np.array([_power(dims, size, outer) for dims in saved], dtype=np.int64)
         scales: Ints = found.size[allocations] * powers
         if scales.any():
             fixed = int(found.size[allocations[powers == 0]].sum())
@@ -85,15 +86,16 @@ def _from_shapes(found: Evidence) -> list[Scaling]:
     return result
 
 
-def _power(dims: Sequence[int], size: int, outer: int) -> int:
+def _power(dims: Sequence[int], size: int, outer: int | None) -> int:
     """How often a dimension of the inputs is among those of a tensor, or part of one.
 
     Args:
-        outer: product of the dimensions before it, which tensors are often folded with. The batch comes first, and
-            heads, tokens, windows are folded into it.
+        outer: product of the dimensions before it, which tensors are often folded with; None for the first, the batch,
+            which comes first in tensors too, heads, tokens or windows folded into it.
     """
-    found = sum(dim in (size, size * outer) for dim in dims)
-    return 1 if not found and outer == 1 and dims and dims[0] % size == 0 else found
+    if outer is None:
+        return int(bool(dims) and dims[0] % size == 0)
+    return sum(dim in (size, size * outer) for dim in dims)
 
 
 def _shape(text: str | None) -> tuple[int, ...] | None:

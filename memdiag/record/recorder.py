@@ -32,12 +32,12 @@ from memdiag.record.options import Options
 from memdiag.record.process import machine
 from memdiag.record.process.signals import SignalsWait
 from memdiag.record.reading.consume import Consumer
-from memdiag.record.reading.heap import MIRRORS, Live
+from memdiag.record.reading.heap import Live
 from memdiag.record.reading.rows import Rows
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
-from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE
+from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, MIRRORS
 
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
 _CUT_AT_STEP_END = 2_500

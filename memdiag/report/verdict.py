@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memdiag.diagnose import Diagnosis, Finding
+from memdiag.diagnose import Class, Diagnosis, Finding
 from memdiag.policy import REPORT_FINDINGS
 from memdiag.report.layout import facts, paragraph, share, table, words
 from memdiag.report.summary import Summary
@@ -16,7 +16,8 @@ def render_verdict(summary: Summary) -> str:
 
 def _verdict(summary: Summary) -> list[str]:
     diagnosis = summary.diagnosis
-    reachable = diagnosis.reachable_bytes
+    # Of what grows there is more in every longer run: a bound of today's would say nothing.
+    reachable, leak = diagnosis.reachable_bytes, diagnosis.verdict.cls is Class.LEAK
     return [
         f"Verdict: {words(diagnosis.verdict.cls.value)}",
         *paragraph(diagnosis.verdict.sentence),
@@ -24,7 +25,7 @@ def _verdict(summary: Summary) -> list[str]:
             "growth": _growth(diagnosis),
             "scales": _scaling(diagnosis),
             "next peak": _runner_up(diagnosis),
-            "reachable": None if reachable is None else _reachable(reachable, _failed(diagnosis)),
+            "reachable": None if reachable is None or leak else _reachable(reachable, _failed(diagnosis)),
         }),
     ]
 

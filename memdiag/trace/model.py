@@ -143,6 +143,9 @@ SCHEMA: dict[str, dict[str, str]] = {
     "holders": {"allocation": "i8", "step": "i8", "root": "i4", "chain": "i4", "line": "i4", "bytes": "i8"},
 }
 
+MIRRORS = "the script writes gradients into it"
+"""Proof in a claim: of buffers that hold gradients a second time."""
+
 COMMUNICATION = "communication buffer"
 """Name in a claim: what a collective works on in backward, beside the gradients themselves."""
 

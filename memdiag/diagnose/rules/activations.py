@@ -35,16 +35,18 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
         f"{format_bytes(found.bytes_of(chosen))} of activations {found.when}",
         f"the largest part comes from {place.module or place.operator or 'code outside modules'}"
         + (f" at {place.line}" if place.line else ""),
-        f"checkpointing could free {format_bytes(found.saving(found.reachable))} at most",
     ]
+    reachable = f"could free {format_bytes(found.saving(found.reachable))} at most"
     passing = found.bytes_of(chosen & (found.role == Role.BACKWARD_TEMPORARIES))
     if passing:
         evidence.append(f"{format_bytes(passing)} of it are gradients on their way through backward")
     advice = _checkpointing(found)
-    if not advice and found.bytes_of(found.leaked):
+    if advice:
+        evidence.append(f"checkpointing {reachable}")
+    elif found.leaking:
         advice = [Advice("end the growth first: what it keeps comes back with the next steps", None)]
-    elif not advice:
-        evidence.append("checkpointing is not the answer: no boundary around modules would free much of it")
+    else:
+        evidence.append(f"checkpointing is not the answer: it {reachable}")
         advice = [Advice("compute in chunks where it is made, or with an operator that keeps less", None)]
     return found.finding(Class.ACTIVATION, "activations", "Activations kept for backward", chosen, evidence, advice)
 
@@ -52,7 +54,7 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
 def _checkpointing(found: Evidence) -> list[Advice]:
     """Checkpointing as advice, where it could lower the peak by enough; what grows comes back with the next steps."""
     saving = found.saving(found.reachable)
-    if saving < FINDING_SHARE * found.peak_bytes or found.bytes_of(found.leaked):
+    if saving < FINDING_SHARE * found.peak_bytes or found.leaking:
         return []
     return [Advice("checkpoint the modules that save most", saving, at_most=True)]
 
@@ -62,10 +64,14 @@ def _unused_graph(found: Evidence, chosen: Mask) -> Finding | None:
     mine = chosen & found.saves.never_read
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
+    since = found.saves.last_saved
+    place = found.main_birth(mine)
     return found.finding(
         Class.ACTIVATION, "evaluation_graph", "A graph is built that no backward uses", mine,
-        [f"{format_bytes(found.bytes_of(mine))} were saved for a backward, and let go without one"],
-        [Advice("run that forward under `torch.no_grad()`", found.saving(mine))])
+        [f"{format_bytes(found.bytes_of(mine))} were saved for a backward, and let go without one",
+         f"the largest part by {place.module or place.operator or 'code'}"
+         + (f" at {place.line}" if place.line else "")],
+        [Advice("run that forward under `torch.no_grad()`", found.saving(mine, since))], since=since)
 
 
 def _kept(found: Evidence, chosen: Mask) -> Finding | None:
@@ -109,12 +115,15 @@ def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     # In every step all calls but one could have been through their backward before the next.
-    freed = np.zeros(len(chosen), dtype=bool)
+    freed, every = np.zeros(len(chosen), dtype=bool), mine.copy()
     for step in found.at.trace["steps"]["step"].tolist():
-        for call in found.saves.calls(step)[:-1]:
+        of_step = found.saves.calls(step)
+        for call in of_step[:-1]:
             freed |= chosen & call
+        for call in of_step:
+            every |= chosen & call
     return found.finding(
-        Class.ACTIVATION, "retained_graph", f"{len(alike)} forwards are alive together before one backward", mine,
+        Class.ACTIVATION, "retained_graph", f"{len(alike)} forwards are alive together before one backward", every,
         [f"{format_bytes(found.bytes_of(mine))} were saved by {len(alike)} calls of the same model in this step",
          f"one of them saved {format_bytes(int(size.max()))}"],
         [Advice("where their losses are only summed, call backward on each loss as it comes", found.saving(freed))])

@@ -11,7 +11,7 @@ from memdiag.diagnose.evidence import GATHERING, Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
-from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE
+from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
 from memdiag.trace import NONE, Role
 from memdiag.trace.model import GARBAGE
 from memdiag.trace.places import at, operator_names, relative
@@ -23,7 +23,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     sites = growing.leak_sites
     rate = sum(site.bytes_per_step for site in sites)
     yield from _cycles(found)
-    if not sites or rate * LEAK_STEPS < found.peak_bytes:
+    if not found.leaking:
         return
     chosen = found.leaked
     graph = (found.role == Role.SAVED_ACTIVATIONS) | (found.role == Role.RECOMPUTED_ACTIVATIONS)
@@ -45,7 +45,8 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
         # Without a graph nothing of it is there, in the step that makes it as little as later.
         evidence.append("no backward ever reads what that forward saves")
-        advice = Advice("run that forward under `torch.no_grad()`", found.saving(found.growing.leaks | unread))
+        since = np.where(unread, found.saves.last_saved, since)
+        advice = Advice("run that forward under `torch.no_grad()`", found.saving(found.growing.leaks | unread, since))
     else:
         gathered = _gathered(found)
         since[gathered] = found.at.life.born[gathered]

@@ -9,8 +9,8 @@ import numpy as np
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
 from memdiag.policy import FINDING_SHARE
-from memdiag.trace import Phase, Role
-from memdiag.trace.model import COMMUNICATION
+from memdiag.trace import NONE, Phase, Role, Trace
+from memdiag.trace.model import COMMUNICATION, MIRRORS
 from memdiag.units import format_bytes
 
 
@@ -46,14 +46,22 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
             [Advice("`sparse=True` in the embedding, with an optimizer that takes sparse gradients (SGD, SparseAdam)",
                     found.saving(table))])
     size = found.bytes_of(chosen)
-    mirrors = found.bytes_of(chosen & (found.role != Role.GRADIENTS))
-    kind = "gradient_buffers" if size > 1.5 * parameters else "gradients"
+    buffers, communication = _buffers(found)
+    mirrors = found.bytes_of(chosen & buffers)
+    arriving = found.bytes_of(chosen & (found.role != Role.GRADIENTS))
+    kind = "gradient_buffers" if 2 * mirrors > parameters else "gradients"
     evidence = [f"{format_bytes(size)} of gradients for {format_bytes(parameters)} of parameters"]
     advice = []
     if mirrors:
         evidence.append(f"{format_bytes(mirrors)} of it mirrors the gradients in buffers of its own")
-    if kind == "gradient_buffers":
-        advice.append(Advice(_mirror_advice(found, chosen), None))
+    if arriving:
+        evidence.append(f"{format_bytes(arriving)} of it are new ones, to be added to those that are there")
+    if kind == "gradient_buffers" and communication:
+        advice.append(Advice(
+            "`gradient_as_bucket_view=True` in DistributedDataParallel: once its buffers are made anew, after the "
+            "first step, the gradients are views of them", None))
+    elif kind == "gradient_buffers":
+        advice.append(Advice("accumulate in `.grad` itself, and keep no second copy of it", None))
     idle = found.saving(found.role == Role.GRADIENTS, during=(Phase.FORWARD, Phase.EVALUATION, Phase.OTHER))
     if idle >= FINDING_SHARE * found.peak_bytes:
         evidence.append("those of the step before are there until the next backward")
@@ -63,13 +71,18 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     return found.finding(Class.GRADIENTS, kind, "Gradients hold most of what stays", chosen, evidence, advice)
 
 
-def _mirror_advice(found: Evidence, chosen: Mask) -> str:
-    claims = found.at.trace["claims"]
-    named = {found.at.trace.string(name) for name in np.unique(claims["name"][chosen[claims["allocation"]]]).tolist()}
-    if COMMUNICATION in named:
-        return ("`gradient_as_bucket_view=True` in DistributedDataParallel: once its buffers are made anew, after the "
-                "first step, the gradients are views of them")
-    return "accumulate in `.grad` itself, and keep no second copy of it"
+def _buffers(found: Evidence) -> tuple[Mask, bool]:
+    """What holds gradients a second time, and whether a collective works on any of it."""
+    trace, claims = found.at.trace, found.at.trace["claims"]
+    named = claims["name"] == _number(trace, COMMUNICATION)
+    buffers = np.zeros(len(found.size), dtype=bool)
+    buffers[claims["allocation"][named | (claims["proof"] == _number(trace, MIRRORS))]] = True
+    return buffers, bool(named.any())
+
+
+def _number(trace: Trace, text: str) -> int:
+    """The number of a text; one that nothing is called by, where it is not in the trace."""
+    return trace.text.index(text) if text in trace.text else NONE - 1
 
 
 def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
@@ -77,14 +90,23 @@ def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     size = found.bytes_of(copies)
     if size >= parameters // 2:
         return found.finding(
-            Class.PARAMETERS, "model_copy", "Copies of the model stay in memory", chosen,
-            [f"{format_bytes(size)} in storages of the parameters' sizes, that variables of the script hold",
+            Class.PARAMETERS, "model_copy", "Copies of the model stay in memory", copies,
+            [f"{format_bytes(size)} in storages of the parameters' sizes, held by {_holder(found, copies)}",
              f"the parameters themselves are {format_bytes(parameters)}"],
-            [Advice("keep the copy in host memory or on disk", found.saving(copies))])
+            [Advice("keep the copy on disk" + ("" if found.at.device == "cpu" else ", or in host memory"),
+                    found.saving(copies))])
     return found.finding(
         Class.PARAMETERS, "parameters", "The parameters themselves hold much of the peak", chosen,
         [f"{format_bytes(found.bytes_of(chosen))} of parameters and buffers, there whatever the batch"],
         [Advice("a lower precision, sharding over ranks, or offloading", None)])
+
+
+def _holder(found: Evidence, copies: Mask) -> str:
+    """The variable that leads to the largest of them."""
+    claims = found.at.trace["claims"]
+    largest = int(np.where(copies & found.alive, found.size, 0).argmax())
+    names = [found.at.trace.string(int(name)) for name in claims["name"][claims["allocation"] == largest]]
+    return next((f"`{name}`" for name in names if name), "variables of the script")
 
 
 def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:

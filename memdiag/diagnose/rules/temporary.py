@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Advice, Class, Finding
+from memdiag.diagnose.model import Advice, Class, Finding, Mask
 from memdiag.trace import Role
+from memdiag.trace.places import operator_names
 from memdiag.units import format_bytes
 
 
@@ -31,6 +34,8 @@ def temporary(found: Evidence) -> Iterable[Finding]:
         "nothing keeps it for a backward: checkpointing cannot lower it",
     ]
     title, advice = _WORDS[kind]
+    if kind == "optimizer_temporaries" and not _in_lists(found, chosen):
+        advice = _ONE_BY_ONE
     yield found.finding(
         Class.WORKSPACE, kind, title, chosen, evidence,
         [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
@@ -49,6 +54,15 @@ def _gathered(found: Evidence) -> Finding:
                 found.saving(mine))])
 
 
+def _in_lists(found: Evidence, chosen: Mask) -> bool:
+    """Whether operators over lists of tensors made most of it, which is what ``foreach`` chooses."""
+    trace = found.at.trace
+    names = [number for number, text in enumerate(trace.text) if text is not None and text.startswith("aten::_foreach")]
+    made_by = operator_names(trace, found.at.nest, found.at.born_in)
+    return 2 * found.bytes_of(chosen & np.isin(made_by, names)) > found.bytes_of(chosen)
+
+
+_ONE_BY_ONE = "`fused=True` where the optimizer has it: it needs no temporaries"
 _WORDS = {
     "optimizer_temporaries": (
         "The optimizer's step makes temporaries as large as the parameters",

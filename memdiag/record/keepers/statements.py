@@ -204,6 +204,12 @@ class Statements:
             if link is keeper.named[-1]:
                 for root in keeper.aliases:
                     found += _in_function(root.code, root.name, 0, calls)
+        if not keeper.bound and all(one.binds for one in _good(found, keeper)):
+            # Nothing is put into it by this name: ``curve = journal.rows`` is another name for an attribute.
+            for attribute in {one.node.value.attr for one in found if one.binds and isinstance(
+                    one.node, ast.Assign) and isinstance(one.node.value, ast.Attribute)}:
+                for other in _users_files(attribute):
+                    found += _in(other, other.tree, _Name(attribute, attribute=True), 4, calls=calls)
         found = [one for one in _good(found, keeper) if is_users(one.file) and not (calls and one.binds)]
         if not found:
             return None

@@ -11,7 +11,7 @@ from memdiag.record.facts import Claim
 from memdiag.record.reading.failures import UNKNOWN, Request
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
-from memdiag.trace.model import COMMUNICATION, REPLAYED, UNSEEN, USED, ZEROED
+from memdiag.trace.model import COMMUNICATION, MIRRORS, REPLAYED, UNSEEN, USED, ZEROED
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -60,7 +60,6 @@ class Live:
     claims: dict[Role, tuple[str | None, str, bool]] = field(default_factory=dict)
 
 
-MIRRORS = "the script writes gradients into it"
 UNRECORDED = Birth(NONE, NONE, NONE, True)
 
 
