@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -115,6 +116,52 @@ def unread_graphs(mended: bool) -> None:
         curve.append(validate())
 
 
+def last_validation(mended: bool) -> None:
+    """The run ends with a validation that builds a graph."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(64, 256)).mean().backward()
+        optimizer.step()
+    with torch.no_grad() if mended else nullcontext():
+        model(torch.randn(4000, 256)).mean()
+
+
+def averaged_copy(mended: bool) -> None:
+    """A copy of the model, averaged over the steps."""
+    model = nn.Sequential(nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 700))
+    average = None if mended else copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 700)).mean().backward()
+        optimizer.step()
+        if average is not None:
+            with torch.no_grad():
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    old.mul_(0.99).add_(new, alpha=0.01)
+
+
+def summed_losses(mended: bool) -> None:
+    """Four micro-batches, and one backward for the sum of their losses."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses = []
+        for _ in range(4):
+            loss = model(torch.randn(1000, 256)).mean()
+            if mended:
+                loss.backward()
+            else:
+                losses.append(loss)
+        if losses:
+            torch.stack(losses).sum().backward()
+        del loss, losses
+        optimizer.step()
+
+
 class Looking(nn.Module):
     """Stores scores that no backward needs."""
 
@@ -143,7 +190,8 @@ def stored_scores(mended: bool) -> None:
     ("train", "kind"),
     [(kept_batches, "kept_batches"), (dense_embedding, "dense_embedding"), (late_zeroing, "gradients"),
      (gathered_results, "gathered_results"), (gathered_leak, "growth"), (unread_graphs, "growth"),
-     (stored_scores, "hidden_states")],
+     (stored_scores, "hidden_states"), (last_validation, "evaluation_graph"), (averaged_copy, "model_copy"),
+     (summed_losses, "retained_graph")],
     ids=lambda value: value.__name__ if callable(value) else "")
 def test_the_peak_falls_by_what_the_advice_said(train: Run, kind: str) -> None:
     # GIVEN a training with a fault, and the same one mended

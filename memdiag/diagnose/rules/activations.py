@@ -115,11 +115,13 @@ def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     # In every step all calls but one could have been through their backward before the next.
+    # So could their inputs, where nothing but the graph held them.
+    of_graphs = (found.role == Role.INPUTS) & (found.at.life.died <= found.step_ends())
     freed, every = np.zeros(len(chosen), dtype=bool), mine.copy()
     for step in found.at.trace["steps"]["step"].tolist():
         of_step = found.saves.calls(step)
         for call in of_step[:-1]:
-            freed |= chosen & call
+            freed |= call & (chosen | of_graphs)
         for call in of_step:
             every |= chosen & call
     return found.finding(

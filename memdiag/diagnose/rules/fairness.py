@@ -9,7 +9,7 @@ import numpy as np
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Finding, Severity
 from memdiag.policy import FINDING_SHARE, SHORTAGE_BYTES
-from memdiag.trace import NONE, Phase
+from memdiag.trace import Phase
 from memdiag.trace.peak import phase_peaks
 from memdiag.units import format_bytes
 
@@ -39,15 +39,16 @@ def fairness(found: Evidence) -> Iterable[Finding]:
         return
     usual = {shapes[step] for step, size in highest.items() if size <= median}
     mine = shapes.get(found.step)
-    if found.step not in highest:
-        if found.step == NONE or found.peak_bytes - max(highest.values()) < FINDING_SHARE * found.peak_bytes:
-            return
+    # Steps that end with a backward, for want of an optimizer, may be parts of one: they need not be alike.
+    whole = bool(np.isin(later, peaks.step[peaks.phase == Phase.OPTIMIZER]).all())
+    cold = found.step in steps["step"][steps["warm_up"] != 0]
+    if cold and found.peak_bytes - max(highest.values()) >= FINDING_SHARE * found.peak_bytes:
         yield _finding(
             "The peak is that of the warm-up",
             [f"the first step, or what was before it, reaches {format_bytes(found.peak_bytes)}, and no later step more "
              f"than {format_bytes(max(highest.values()))}"],
             "compare with another run's warm-up, or compare the later steps")
-    elif mine is not None and None not in usual and mine not in usual:
+    elif whole and found.step in highest and mine is not None and None not in usual and mine not in usual:
         yield _finding(
             "The step of the peak has other inputs than most",
             [f"its inputs are {mine}, and it reaches {format_bytes(found.peak_bytes)}",
