@@ -98,7 +98,9 @@ def judge_class(case: dict[str, Any], report: dict[str, Any]) -> list[str]:
 def judge_line(case: dict[str, Any], report: dict[str, Any]) -> tuple[str | None, list[str]]:
     """The line that keeps a leak, and what is wrong with it."""
     holders = [f["holder"]["line"] for f in report["findings"] if f["holder"]]
-    kept = holders[0] if holders else None
+    # Where no statement was found, the line of birth is what there is.
+    births = [f["birth"]["line"] for f in report["findings"][:1] if f["birth"]]
+    kept = next(iter(holders + births), None)
     if case["leak_location"] is None or case["expected_class"] not in ("leak", "host_memory"):
         return kept, []
     allowed = [case["leak_location"], *case["leak_location_alt"]]

@@ -481,7 +481,7 @@ def test_closed_streams(closing: str, folder: Path) -> None:
     alone = _run([sys.executable, "closes.py"], folder, {})
     done = profile("--json", "-", "-o", "a.mdiag", "closes.py", cwd=folder)
     assert done.returncode == alone.returncode
-    assert facts(folder / "a.mdiag")["ended_by"] is None
+    assert facts(folder / "a.mdiag")["ended_by"] == "SystemExit"
 
 
 def test_a_reader_of_json_that_goes_away(folder: Path) -> None:

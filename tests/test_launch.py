@@ -569,7 +569,7 @@ def test_flags_of_the_interpreter(flag: str, folder: Path) -> None:
     ("name", "left"),
     [
         ("empty", "exit None True"),
-        ("exit_number", "exit None True"),
+        ("exit_number", "exit SystemExit True"),
         ("exception", "exit ValueError True"),
         ("interrupt", "exit KeyboardInterrupt True"),
         ("fork", "exit None True"),
