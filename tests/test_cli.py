@@ -538,7 +538,7 @@ def test_streams_that_are_closed_from_the_start(
     assert ours[1].startswith(alone[1])
     assert ours[2].startswith(alone[2])
     assert "AttributeError" not in ours[2]
-    assert facts(folder / "a.mdiag")["ended_by"] is None
+    assert facts(folder / "a.mdiag")["ended_by"] == "SystemExit"
     if "-q" in options:
         assert ours == alone
     else:
