@@ -118,10 +118,14 @@ class Evidence:
         return earlier
 
     @cached_property
+    def leak_rate(self) -> float:
+        """Bytes that leak with every step."""
+        return sum(site.bytes_per_step for site in self.growing.leak_sites)
+
+    @property
     def leaking(self) -> bool:
         """Whether what leaks would double the peak in a real run."""
-        rate = sum(site.bytes_per_step for site in self.growing.leak_sites)
-        return rate * LEAK_STEPS >= self.peak_bytes > 0 and rate > 0
+        return self.leak_rate > 0 and self.leak_rate * LEAK_STEPS >= self.peak_bytes > 0
 
     @cached_property
     def scratch(self) -> Mask:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memdiag.record.hooks.patch import UNCOUNTED
+from memdiag.record.patch import UNCOUNTED
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -19,9 +19,7 @@ from memdiag.units import format_bytes
 
 
 def leaks(found: Evidence) -> Iterable[Finding]:
-    growing = found.growing
-    sites = growing.leak_sites
-    rate = sum(site.bytes_per_step for site in sites)
+    sites, rate = found.growing.leak_sites, found.leak_rate
     yield from _cycles(found)
     if not found.leaking:
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from memdiag.record.hooks.patch import replaced
+from memdiag.record.patch import replaced
 
 # Whose processes do not train: those that make batches, compile, or keep shared objects.
 _HELPERS = ("torch.utils.data.", "torch._inductor.", "multiprocessing.managers")

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from memdiag.record.frames import user_line
-from memdiag.record.hooks.patch import uncounted
 from memdiag.record.marks import LINE, Marks
+from memdiag.record.patch import uncounted
 
 _overrides: Any = torch.overrides
 TRAMPOLINE_NAME = "<memdiag>"

@@ -20,9 +20,9 @@ from memdiag.record.facts import Claim, StepEnd, claim, plain
 from memdiag.record.frames import step_is_torchs, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.modules import tensors_in
-from memdiag.record.hooks.patch import replaced, uncounted
 from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
+from memdiag.record.patch import replaced, uncounted
 from memdiag.trace import Role
 
 

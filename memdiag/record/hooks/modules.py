@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from memdiag.record.facts import ModuleCall, claim, plain, storage_of
 from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
 from memdiag.record.hooks.lines import Lines
-from memdiag.record.hooks.patch import replaced
 from memdiag.record.marks import CLAIM, MODULE, OUTPUTS, Marks
+from memdiag.record.patch import replaced
 from memdiag.trace import Role
 
 
@@ -169,7 +169,6 @@ class Modules:
         if self.step_inputs is None and tensors:
             self.step_inputs = ", ".join(
                 f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-
 
     @plain
     def _note_outputs(self, output: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.autograd.profiler as profiler
 
-from memdiag.record.hooks.patch import replaced
+from memdiag.record.patch import replaced
 
 
 class OtherProfilers:

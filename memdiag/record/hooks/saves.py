@@ -15,8 +15,8 @@ import torch
 
 from memdiag.record.facts import Saved, SaveTimes, plain, storage_of
 from memdiag.record.frames import user_line
-from memdiag.record.hooks.patch import replaced
 from memdiag.record.marks import SAVE, Marks
+from memdiag.record.patch import replaced
 
 _autograd: Any = torch._C._autograd
 

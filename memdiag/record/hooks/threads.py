@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from memdiag.record.hooks.patch import replaced
+from memdiag.record.patch import replaced
 
 
 class Threads:

@@ -112,17 +112,15 @@ class Roots:
 
 def code_of(generator: Any) -> CodeType | None:
     """The code of a generator, a coroutine or an asynchronous generator."""
-    for name in ("gi_code", "cr_code", "ag_code"):
-        code = getattr(generator, name, None)
-        if code is not None:
-            return code  # type: ignore[no-any-return]
-    return None
+    found: CodeType | None = _attribute(generator, "code")
+    return found
 
 
 def frame_of(generator: Any) -> FrameType | None:
     """The frame in which a generator, a coroutine or an asynchronous generator waits; None where it has ended."""
-    for name in ("gi_frame", "cr_frame", "ag_frame"):
-        frame = getattr(generator, name, None)
-        if frame is not None:
-            return frame  # type: ignore[no-any-return]
-    return None
+    found: FrameType | None = _attribute(generator, "frame")
+    return found
+
+
+def _attribute(generator: Any, name: str) -> Any:
+    return next((found for kind in ("gi", "cr", "ag") if (found := getattr(generator, f"{kind}_{name}", None))), None)

@@ -6,7 +6,7 @@ import os
 import sys
 from types import CodeType, TracebackType
 
-from memdiag.record.hooks.patch import UNCOUNTED
+from memdiag.record.patch import UNCOUNTED
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _IMPORTING = "<frozen importlib."
