@@ -36,6 +36,7 @@ def _compare(a: Path, b: Path, json_file: str | None, force: bool) -> int:
     from memdiag.trace.view import View
 
     comparison = compared(View(load(a)), View(load(b)))
-    text = render_comparison(comparison, (str(a), str(b)))
-    show_or_write(text, comparison_to_json(comparison), json_file, destination)
+    show_or_write(
+        lambda: render_comparison(comparison, (str(a), str(b))), lambda: comparison_to_json(comparison), json_file,
+        destination)
     return 0

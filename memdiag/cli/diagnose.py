@@ -65,7 +65,7 @@ def _diagnose(run: Path, json_file: str | None, force: bool, fail_on: list[str])
     from memdiag.trace import load
 
     summary = summarize(load(run))
-    show_or_write(render_verdict(summary), to_json(summary), json_file, destination)
+    show_or_write(lambda: render_verdict(summary), lambda: to_json(summary), json_file, destination)
     failed = [text for condition in fail_on if (text := _failure(condition, summary)) is not None]
     for text in failed:
         click.echo(f"memdiag: failed: {text}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memdiag.cli import paths
@@ -38,13 +38,15 @@ def json_path(name: str | None, inputs: Sequence[Path], force: bool) -> Path | N
     return path
 
 
-def show_or_write(text: str, as_json: str, name: str | None, path: Path | None) -> None:
+def show_or_write(
+    text: Callable[[], str], as_json: Callable[[], str], name: str | None, path: Path | None
+) -> None:
     """Prints the text, or the JSON alone where ``--json -`` asks for that; writes the JSON where it has a path.
 
     Raises:
         MemdiagError: the file cannot be written.
     """
-    show(as_json if name == "-" else text)
+    show(as_json() if name == "-" else text())
     if path is not None:
-        paths.write(path, as_json)
+        paths.write(path, as_json())
         show(f"wrote {path}")

@@ -30,6 +30,6 @@ def _report(run: Path, json_file: str | None, force: bool) -> int:
     from memdiag.trace import load
 
     summary = summarize(load(run))
-    show_or_write(render_text(summary), to_json(summary), json_file, destination)
+    show_or_write(lambda: render_text(summary), lambda: to_json(summary), json_file, destination)
     return 0
 

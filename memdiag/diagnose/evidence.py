@@ -32,8 +32,8 @@ _CLASS_OF_ROLE = {
     Role.WORKSPACE: Class.WORKSPACE,
 }
 
-GATHERING = ("aten::cat", "aten::concat", "aten::concatenate", "aten::stack", "aten::vstack", "aten::hstack")
-"""Operators that put tensors together, by copying them."""
+# Operators that put tensors together, by copying them.
+_GATHERING = ("aten::cat", "aten::concat", "aten::concatenate", "aten::stack", "aten::vstack", "aten::hstack")
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
@@ -141,10 +141,15 @@ class Evidence:
     @cached_property
     def gathered(self) -> Mask:
         """Concatenations outside modules that no backward needs, and that no step leaves to the next."""
-        names = [self.at.trace.text.index(name) for name in GATHERING if name in self.at.trace.text]
         outside = self.at.nest.of(self.at.nest.module, self.at.born_in) == NONE
-        found: Mask = outside & (self.role == Role.OTHER_ACTIVATIONS) & ~self.leaked
-        found &= np.isin(operator_names(self.at.trace, self.at.nest, self.at.born_in), names)
+        found: Mask = outside & (self.role == Role.OTHER_ACTIVATIONS) & ~self.leaked & self.concatenated
+        return found
+
+    @cached_property
+    def concatenated(self) -> Mask:
+        """Made by operators that put tensors together."""
+        names = [self.at.trace.text.index(name) for name in _GATHERING if name in self.at.trace.text]
+        found: Mask = np.isin(operator_names(self.at.trace, self.at.nest, self.at.born_in), names)
         return found
 
     @cached_property

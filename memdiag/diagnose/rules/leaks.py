@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from memdiag.diagnose.evidence import GATHERING, Evidence
+from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
 from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
 from memdiag.trace import NONE, Role
 from memdiag.trace.model import GARBAGE
-from memdiag.trace.places import at, operator_names, relative
+from memdiag.trace.places import at, relative
 from memdiag.units import format_bytes
 
 
@@ -81,9 +81,7 @@ def _unread(found: Evidence) -> Mask:
 def _gathered(found: Evidence) -> Mask:
     """Concatenations of all that leaked so far from one place: copies, made of it alone."""
     trace, life = found.at.trace, found.at.life
-    names = [trace.text.index(name) for name in GATHERING if name in trace.text]
-    made_by = operator_names(trace, found.at.nest, found.at.born_in)
-    copies = np.flatnonzero(np.isin(made_by, names) & (found.size >= FINDING_SHARE * found.peak_bytes))
+    copies = np.flatnonzero(found.concatenated & (found.size >= FINDING_SHARE * found.peak_bytes))
     table = trace["allocations"]
     places, place = np.unique(np.stack([table["line"], table["kernel"]]), axis=1, return_inverse=True)
     place = place.reshape(-1)
