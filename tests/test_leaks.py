@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from recording import Seen, record_script
 
-from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE
+from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, UNCOLLECTED
 
 STEPS = 9
 FIRST = 100_003  # floats of the first way; each next one has a thousand more
@@ -445,6 +445,45 @@ def test_garbage_is_no_leak_and_a_graph_of_gradients_is(tmp_path: Path) -> None:
     found = [row for row in holders(seen, 400 * 100 * 4) if row[1] == GRADIENT_CYCLE]
     assert found
     assert {row[3] for row in found} == lines(tmp_path, "script.py", "keeps")
+
+
+UNCOLLECTABLE = """
+import gc
+import torch
+from torch import nn
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def probe():
+    weight = nn.Parameter(torch.ones(70_000))
+    weight.register_post_accumulate_grad_hook(lambda grown: weight)
+
+def collectable():
+    weight = nn.Parameter(torch.ones(50_000))
+    weight.itself = weight
+
+for step in range(12):
+    loss = model(torch.ones(3, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    probe()
+    collectable()
+    if step % 3 == 2:
+        gc.collect()
+"""
+
+
+def test_a_cycle_that_outlives_garbage_collections_is_no_garbage(tmp_path: Path) -> None:
+    # GIVEN parameters that a hook inside autograd's C++ code leads back to, and others in a cycle of Python's own
+    seen = record_script(tmp_path, UNCOLLECTABLE)
+    # WHEN recorded over several garbage collections, THEN those that outlived one are told from those that will not
+    roots = Counter[str]()
+    for (root, _, _), number in held(seen, 70_000 * 4).items():
+        roots[root] += number
+    assert roots[UNCOLLECTED] >= 6
+    assert {root for root, _, _ in held(seen, 50_000 * 4)} == {GARBAGE}
 
 
 def test_light_recording_finds_them_too(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from memdiag.trace import Role
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_STRIDED = torch.strided  # looked up once: this is asked for every tensor that autograd saves
 
 
 def plain(hook: Callable[P, R]) -> Callable[P, R]:
@@ -55,7 +56,13 @@ def claim(tensor: torch.Tensor, role: Role, name: str | None, proof: str, from_b
     if found is None:
         return None
     address, size, foreign = found
-    return Claim(role, address, size, str(tensor.device), name, proof, foreign, from_birth)
+    return Claim(role, address, size, device_name(tensor.device), name, proof, foreign, from_birth)
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """"cpu", "cuda:0"…"""
+    return str(device)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,9 +77,10 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     """Address, bytes and whether it is foreign; None for tensors without a storage (meta, sparse, wrappers)."""
-    tensor = innermost(tensor)
+    if type(tensor) is not torch.Tensor:
+        tensor = innermost(tensor)
     try:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if tensor.layout is not _STRIDED or tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
         address = storage.data_ptr()

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, time_ns
 from types import TracebackType
@@ -37,7 +38,7 @@ from memdiag.record.reading.rows import Rows
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
-from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, MIRRORS
+from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, MIRRORS, UNCOLLECTED
 
 # Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
 _CUT_AT_STEP_END = 2_500
@@ -47,7 +48,7 @@ _PROGRESS_SECONDS = 0.25
 _NO_SHAPES = "what operators read, from step {step} on: recording it would keep what torch.func's transforms make alive"
 _STILL_OPEN = "everything after step {step}: an operator was running where the stream had to be cut"
 _FIRST_EVALUATION_LOOK = 4  # forwards without gradients; then at twice as many each time
-_CYCLES = frozenset({GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE})
+_CYCLES = frozenset({GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, UNCOLLECTED})
 _LOOK_GROWTH = 1.1  # steps between looks at who holds what: every one of the first twenty, then ever rarer
 
 
@@ -342,7 +343,10 @@ class Recorder:
     def _explain(self) -> None:
         """Looks for who holds what nothing else explains, while the functions that hold it are running."""
         consumer, done = self._consumer, self._loop.steps.closed
-        candidates = consumer.heap.unexplained()
+        collections: int = gc.get_stats()[-1]["collections"]
+        candidates = {
+            address: live for address, live in consumer.heap.unexplained().items()
+            if live.collections != collections}
         if sum(live.bytes for live in candidates.values()) * policy.UNEXPLAINED_SHARE < consumer.heap.live_bytes():
             candidates = {}
         kept = self._survivors.due(consumer.heap, done)
@@ -358,6 +362,10 @@ class Recorder:
         for holder in walked.holders:
             address = holder.address
             live = candidates[address] if address in candidates else kept[address][1]
+            if holder.root == GARBAGE:
+                if live.collections not in (None, collections):
+                    holder = replace(holder, root=UNCOLLECTED, chain=UNCOLLECTED)
+                live.collections = collections
             if address in candidates or done > FIRST_LOOK:  # the first look is there for the second to compare with
                 self._note_holder(live, done, holder)
             if address not in candidates or holder.root in _CYCLES:
@@ -373,7 +381,9 @@ class Recorder:
             consumer.heap.say(live, role, holder.chain, proof)
 
     def _note_holder(self, live: Live, done: int, holder: Holder) -> None:
-        """A row for who keeps an allocation, where it is news."""
+        """A row for who keeps an allocation, where it is news; what has no row itself yet gets none."""
+        if live.id == NONE:
+            return
         line = holder.line
         if line is None and holder.gradient is not None:
             # A gradient has a graph because of the backward that made it.

@@ -152,6 +152,7 @@ COMMUNICATION = "communication buffer"
 GARBAGE = "only a reference cycle: freed by the next garbage collection"
 GRADIENT_CYCLE = "a cycle that nothing frees: a gradient with a graph, and its parameter"
 GRAPH_CYCLE = "a cycle that nothing frees: a tensor, and the graph that leads to it"
+UNCOLLECTED = "a cycle that outlived a garbage collection: something outside Python has a part in it"
 """Roots of holders where no variable leads to an allocation. What is only garbage is no leak."""
 
 UNSEEN = "unseen"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -20,6 +21,7 @@ from memdiag.record.facts import Claim, StepEnd, claim, plain
 from memdiag.record.frames import step_is_torchs, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.modules import tensors_in
+from memdiag.record.hooks.standing import Standing
 from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
 from memdiag.record.patch import replaced, uncounted
@@ -51,6 +53,8 @@ class Loop:
         self._stepping: weakref.ref[Optimizer] | None = None
         self._undo: list[Callable[[], None]] = []
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._gradients = Standing()
+        self._of_optimizers: WeakKeyDictionary[Optimizer, tuple[Standing, Standing]] = WeakKeyDictionary()
 
     def start(self) -> None:
         self._undo.append(replaced(torch.autograd, "_engine_run_backward", self._watch_backward))
@@ -128,17 +132,18 @@ class Loop:
 
     @plain
     def _claim_gradients(self, result: Any) -> None:
-        claims: list[Claim | None] = []
-        for gradient in tensors_in(result):
-            claims.append(claim(gradient, Role.GRADIENTS, None, "returned by torch.autograd.grad"))
-        for reference in self._parameters.values():
-            parameter = reference()
-            if parameter is not None and parameter.grad is not None:
-                claims.append(self._claim_gradient(parameter, parameter.grad))
-        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+        returned = [
+            claim(gradient, Role.GRADIENTS, None, "returned by torch.autograd.grad") for gradient in tensors_in(result)]
+        if returned:
+            self._marks.instant(m.CLAIM, [c for c in returned if c is not None])
+        parameters = [p for reference in self._parameters.values() if (p := reference()) is not None]
+        self._claim_grads(parameters)
 
-    def _claim_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Claim | None:
-        return claim(gradient, Role.GRADIENTS, self._name_of(parameter), "the .grad of a parameter")
+    def _claim_grads(self, parameters: list[torch.Tensor]) -> None:
+        pairs = [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
+        claims = self._gradients.of([p for p, _ in pairs], [gradient for _, gradient in pairs], lambda: (
+            claim(gradient, Role.GRADIENTS, self._name_of(p), "the .grad of a parameter") for p, gradient in pairs))
+        self._marks.instant(m.CLAIM, claims)
 
     # --- optimizers ---------------------------------------------------------------------------------------------
 
@@ -239,20 +244,35 @@ class Loop:
     def _claim_parameters(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.owns(parameters)
-        claims = [claim(p, Role.PARAMETERS, self._name_of(p), "a parameter of an optimizer") for p in parameters]
+        of_parameters, _ = self._standing(optimizer)
+        self._marks.instant(m.CLAIM, of_parameters.of(parameters, parameters, lambda: (
+            claim(p, Role.PARAMETERS, self._name_of(p), "a parameter of an optimizer") for p in parameters)))
         # Those that the script has made itself have not been seen after a backward.
-        claims += [self._claim_gradient(p, p.grad) for p in parameters if p.grad is not None]
-        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+        self._claim_grads(parameters)
 
     @plain
     def _claim_state(self, optimizer: Optimizer) -> None:
-        claims: list[Claim | None] = []
-        for owner, state in list(optimizer.state.items()):
+        states = [
+            (owner, key, value) for owner, state in list(optimizer.state.items())
+            for key, value in (list(state.items()) if isinstance(state, dict) else [("", state)])
+            if value is not None and not isinstance(value, (int, float))]
+        values = [value for _, _, value in states]
+        _, standing = self._standing(optimizer)
+        self._marks.instant(m.CLAIM, standing.of(values, values, lambda: self._claims_of(states)))
+
+    def _claims_of(self, states: list[tuple[Any, str, Any]]) -> Iterator[Claim | None]:
+        for owner, key, value in states:
             name = self._name_of(owner) if isinstance(owner, torch.Tensor) else None
-            for key, value in list(state.items()) if isinstance(state, dict) else [("", state)]:
-                text = None if name is None else f"{name}.{key}"
-                claims += [claim(t, Role.OPTIMIZER_STATE, text, "in an optimizer's state") for t in tensors_in(value)]
-        self._marks.instant(m.CLAIM, [c for c in claims if c is not None])
+            text = None if name is None else f"{name}.{key}"
+            for tensor in tensors_in(value):
+                yield claim(tensor, Role.OPTIMIZER_STATE, text, "in an optimizer's state")
+
+    def _standing(self, optimizer: Optimizer) -> tuple[Standing, Standing]:
+        """Of its parameters, of its state."""
+        found = self._of_optimizers.get(optimizer)
+        if found is None:
+            found = self._of_optimizers[optimizer] = Standing(), Standing()
+        return found
 
     # --- batches ------------------------------------------------------------------------------------------------
 

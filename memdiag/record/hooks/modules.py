@@ -96,13 +96,13 @@ class Modules:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        grad = torch.is_grad_enabled()
         if not self._active():
-            self._elsewhere(grad)
+            self._elsewhere(torch.is_grad_enabled())
             if not self._active():
                 return
         if self.light and self._open:
             return
+        grad = torch.is_grad_enabled()
         recompute = self._in_backward()
         frame = sys._getframe(1)
         outermost = not self._open and not recompute
@@ -122,6 +122,8 @@ class Modules:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._open or not self._active():
             return
+        if len(self._open) == 1 and self._open[0][0] is not module:
+            return  # in light recording, all but the outermost
         depth = next((i for i in range(len(self._open) - 1, -1, -1) if self._open[i][0] is module), None)
         if depth is None:
             return

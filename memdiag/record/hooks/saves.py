@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from memdiag.record.facts import Saved, SaveTimes, plain, storage_of
+from memdiag.record.facts import Saved, SaveTimes, device_name, storage_of
 from memdiag.record.frames import user_line
 from memdiag.record.marks import SAVE, Marks
 from memdiag.record.patch import replaced
 
 _autograd: Any = torch._C._autograd
+_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+_NO_OVERRIDES: Any = torch._C.DisableTorchFunction
 
 
 class Saves:
@@ -132,19 +134,23 @@ class Saves:
         taken.released = self._releases.take()
         return taken
 
-    @plain
     def _pack(self, tensor: torch.Tensor) -> Any:
+        with _NO_OVERRIDES():
+            return self._note(tensor)
+
+    def _note(self, tensor: torch.Tensor) -> Any:
         found = storage_of(tensor) if self.recording else None
         if found is None:
             return Packed(tensor, None, -1)
         address, size, foreign = found
         if self.light:
-            self.times.packed.append((time_ns(), address, tensor.grad_fn is not None))
-            return Packed(tensor, None, -1)
+            packed = Packed(tensor, None, -1)
+            self.times.packed.append((time_ns(), address, packed.history is not None))
+            return packed
         save = self.count
         self.count += 1
         entry = Saved(
-            save, address, size, foreign, str(tensor.device), tuple(tensor.shape), tensor.stride(),
+            save, address, size, foreign, device_name(tensor.device), tuple(tensor.shape), tensor.stride(),
             str(tensor.dtype).removeprefix("torch."), tensor.nbytes, tensor.requires_grad, tensor.grad_fn is None,
             user_line(sys._getframe(2)),
         )
@@ -171,11 +177,11 @@ class Packed:
     def __init__(self, tensor: torch.Tensor, owner: Saves | None, save: int) -> None:
         node = tensor.grad_fn
         self.tensor: torch.Tensor | None = tensor if node is None else tensor.detach()
-        self.version = -1 if torch.is_inference(tensor) else tensor._version
+        self.version = -1 if tensor.is_inference() else tensor._version
         self.history = None if node is None else (node.name(), tensor.output_nr)
         # An operator that keeps its own result names itself, whatever is done to the result later; one that keeps an
         # argument names what made it last.
-        self.sequence: int = _autograd._get_sequence_nr() - 1
+        self.sequence: int = _sequence_number() - 1
         own_result = node is not None and node._sequence_nr() == self.sequence
         self.original = None if own_result else weakref.ref(tensor)
         self.owner = owner

@@ -37,7 +37,7 @@ class Holder:
     Attributes:
         address: of the tensor's storage.
         root: what the chain starts from, with the place it lives in; or GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE where
-            nothing but a cycle keeps it.
+            nothing but a cycle keeps it. (That a cycle is garbage shows at the next garbage collection.)
         chain: from the root to the tensor, as the script would write it; what varies in it is shown as ``[*]``.
         line: of the statement that keeps it, ``file.py:12``; None where none was found.
         owners: types of the objects that the chain passes through.

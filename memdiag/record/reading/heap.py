@@ -42,6 +42,7 @@ class Live:
         sources: addresses that the script's own operator read to make it.
         mirrors: buffers, itself included, that the script writes gradients into and that it is or was made from.
         wants_gradients: the tensor that a variable leads to is a parameter, or one in all but name.
+        collections: full garbage collections that there had been when only a cycle was seen to keep it.
         claims: role -> (name, proof, from birth).
     """
 
@@ -57,6 +58,7 @@ class Live:
     sources: tuple[int, ...] = ()
     mirrors: tuple[Live, ...] = ()
     wants_gradients: bool = False
+    collections: int | None = None
     claims: dict[Role, tuple[str | None, str, bool]] = field(default_factory=dict)
 
 
