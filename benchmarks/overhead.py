@@ -1,6 +1,6 @@
 """What recording costs a training step, beside the profilers that come with PyTorch.
 
-    python benchmarks/overhead.py [--rounds 9] [--steps 2]
+    python benchmarks/overhead.py [--rounds 9] [--steps 2] [--only "memdiag, light" …]
 
 Two workloads: a 12-layer GPT, and a perceptron so small that fixed costs are all there is. Every variant takes its
 turn in one process, on the same model, in an order that moves on by one each round: it is opened, runs one step that
@@ -10,8 +10,9 @@ that same round; the table has the median of the rounds, so that a slow moment o
 
 Columns:
 
-- inside: processor time of a step, as a multiple of the bare step. memdiag reads its stream now and then, between
-  two steps; that is not in here.
+- inside: processor time of a step, as a multiple of the bare step, with the standard error of this median. memdiag
+  reads its stream now and then, between two steps; that is not in here. A difference of a percent takes some fifty
+  rounds to see: ``--only`` leaves out the variants that are not asked for.
 - in rounds: the least and the most of any round; best: the fastest turn over the fastest bare one, which other work
   on the machine disturbs least.
 - reading: what a step costs to read afterwards, also as a multiple of the bare step. For torch.profiler it is the
@@ -222,6 +223,14 @@ def over(values: Sequence[float], bare: Sequence[float]) -> list[float]:
     return [value / base for value, base in zip(values, bare, strict=True)]
 
 
+def error_of_median(values: Sequence[float]) -> float:
+    """Standard error of a median, from the quartiles, as for values that are distributed normally."""
+    if len(values) < 4:
+        return float("nan")
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
+
+
 def table(measured: dict[str, Measured], targets: dict[str, tuple[float, float | None]]) -> str:
     first, again = measured["bare"].inside, measured["bare, again"].inside
     base = [(a + b) / 2 for a, b in zip(first, again, strict=True)]
@@ -235,17 +244,20 @@ def table(measured: dict[str, Measured], targets: dict[str, tuple[float, float |
         said += [] if most_reading is None else [f"reading ≤ {most_reading}"]
         missed = (most is not None and ratio > most) or (most_reading is not None and reading > most_reading)
         rows.append([
-            name, f"{statistics.median(found.inside) * 1e3:.2f}", "" if name == "bare" else f"{ratio:.3f}",
+            name, f"{statistics.median(found.inside) * 1e3:.2f}",
+            "" if name == "bare" else f"{ratio:.3f} ± {error_of_median(ratios):.3f}",
             "" if name == "bare" else f"{min(ratios):.2f} to {max(ratios):.2f}",
             "" if name == "bare" else f"{min(found.inside) / min(first + again):.3f}",
             f"{reading:.3f}" if reading else "",
             f"{statistics.median(found.events):,.0f}" if any(found.events) else "",
             f"{', '.join(said)}: {'missed' if missed else 'met'}" if said else "",
         ])
-    looks = [statistics.median(measured[name].looking) * 1e3 for name in ("memdiag, full", "memdiag, light")]
+    looks = [
+        f"{statistics.median(found.looking) * 1e3:.1f} ms in {name.removeprefix('memdiag, ')}"
+        for name, found in measured.items() if name.startswith("memdiag")]
     head = ["variant", "ms a step", "inside", "in rounds", "best", "reading", "events", "target"]
     text = tabulate(rows, head, disable_numparse=True, colalign=("left", *["right"] * 6, "left"))
-    return f"{text}\na look of memdiag's: {looks[0]:.1f} ms in full, {looks[1]:.1f} ms in light"
+    return f"{text}\na look of memdiag's: {', '.join(looks)}" if looks else text
 
 
 def machine() -> str:
@@ -259,7 +271,7 @@ def machine() -> str:
 
 def compare(
     title: str, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, args: argparse.Namespace,
-    wanted: dict[str, tuple[float, float | None]],
+    goals: dict[str, tuple[float, float | None]],
 ) -> None:
     """Measures every variant on a workload, and prints the table."""
     step, optimizer = stepper(model, inputs, targets)
@@ -275,15 +287,22 @@ def compare(
             "torch.profiler: stacks too": lambda: profiled(stacks=True),
             "MemTracker": lambda: tracked(model, optimizer),
         }
+        if args.only:
+            wanted = {"bare", "bare, again", *args.only}
+            if not wanted <= variants.keys():
+                sys.exit(f"--only: {', '.join(sorted(wanted - variants.keys()))}: one of {'; '.join(variants)}")
+            variants = {name: variant for name, variant in variants.items() if name in wanted}
         start = monotonic()
         measured = measure(variants, step, args.rounds, args.steps)
-    print(f"\n{title} ({monotonic() - start:.0f} s)\n{table(measured, wanted)}", flush=True)
+    print(f"\n{title} ({monotonic() - start:.0f} s)\n{table(measured, goals)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="rounds after the first (default %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn (default %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="VARIANT", help="measure these alone, and the bare step, by the table's names")
     for name, default in (
         ("layers", 12), ("width", 256), ("heads", 4), ("batch", 4), ("tokens", 128), ("vocabulary", 1000),
     ):
