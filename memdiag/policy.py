@@ -44,6 +44,10 @@ FINDING_SHARE = 0.2
 """Share of the peak from which a class of memory is a finding. What is less could not lower the peak by a fifth, the
 least that lets a batch of four become one of five."""
 
+SWELLING_SHARE = 0.02
+"""Share of the peak from which it is told that temporaries grow with a leak: twice what a comparison of two runs takes
+for the same (COMPARED_SHARE), and well below what an advice may be off by."""
+
 LEAK_STEPS = 1000
 """Steps within which growth must double the peak to be a leak: real runs have thousands, and what does not matter in
 a thousand (a loss of four bytes kept for each) is no shortage."""

@@ -186,12 +186,107 @@ def stored_scores(mended: bool) -> None:
         optimizer.step()
 
 
+class Noting(nn.Module):
+    """Keeps copies of its hidden states."""
+
+    def __init__(self, note: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(5))
+        self.note = note
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.note:
+                self.hidden.append(x.detach().clone())
+        return x
+
+
+def stored_copies(mended: bool) -> None:
+    model = Noting(not mended)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2000, 256)).mean().backward()
+        optimizer.step()
+
+
+def broadcast_loss(mended: bool) -> None:
+    """Predictions are a column, targets a row."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        x = torch.randn(1200, 16)
+        found = model(x)
+        optimizer.zero_grad()
+        ((found.squeeze(-1) if mended else found) - x.sum(1)).square().mean().backward()
+        optimizer.step()
+
+
+def written_softmax(mended: bool) -> None:
+    """A cross entropy over all pairs of a batch, in single operators."""
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        z, right = F.normalize(model(torch.randn(1500, 32)), dim=1), torch.arange(1500)
+        similar = z @ z.t() / 0.1
+        if mended:
+            loss = F.cross_entropy(similar, right)
+        else:
+            weights = similar.exp() * (1 - torch.eye(1500))
+            part = weights / weights.sum(1, keepdim=True)
+            loss = -(part + 1e-8).log().diag().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        del similar, loss
+
+
+def growing_bank(mended: bool) -> None:
+    """Each step's results are put to those before, with their graphs, and compared with all of them."""
+    model = nn.Linear(200, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bank = torch.zeros(0, 64)
+    for _ in range(9):
+        x = torch.randn(2000, 200)
+        z = model(x)
+        (z[:100] @ bank.detach().t()).sigmoid().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bank = torch.cat([bank, z.detach()])[-2000:] if mended else torch.cat([bank, model(x)])
+
+
+def per_sample(mended: bool) -> None:
+    """The gradients of each sample by itself."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(model, weights, (x,))
+        return found.square().mean()
+
+    for _ in range(4):
+        x = torch.randn(128, 64)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        if mended:
+            found = torch.func.grad(loss_of)(weights, x)
+        else:
+            single = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(weights, x)
+            found = {name: value.mean(0) for name, value in single.items()}
+            del single
+        for name, p in model.named_parameters():
+            p.grad = found[name]
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("train", "kind"),
     [(kept_batches, "kept_batches"), (dense_embedding, "dense_embedding"), (late_zeroing, "gradients"),
      (gathered_results, "gathered_results"), (gathered_leak, "growth"), (unread_graphs, "growth"),
      (stored_scores, "hidden_states"), (last_validation, "evaluation_graph"), (averaged_copy, "model_copy"),
-     (summed_losses, "retained_graph")],
+     (summed_losses, "retained_graph"), (stored_copies, "hidden_states"), (broadcast_loss, "broadcast"),
+     (written_softmax, "written_softmax"), (growing_bank, "growth"), (per_sample, "per_sample_gradients")],
     ids=lambda value: value.__name__ if callable(value) else "")
 def test_the_peak_falls_by_what_the_advice_said(train: Run, kind: str) -> None:
     # GIVEN a training with a fault, and the same one mended

@@ -89,6 +89,38 @@ def all_roles(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return record_script(tmp_path_factory.mktemp("roles"), SCRIPT)
 
 
+COPIES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(100, 201, bias=False)
+buffer, kept = None, []
+for step in range(4):
+    model.weight.grad = None
+    model(torch.randn(3, 100)).sum().backward()
+    kept = [model.weight.grad.clone(), torch.stack([model.weight.grad.flatten(), model.weight.grad.flatten()])]
+    with torch.no_grad():
+        if buffer is None:
+            buffer = model.weight.grad.to(torch.float64)
+        else:
+            buffer.mul_(0.9).add_(model.weight.grad)
+        model.weight.sub_(buffer, alpha=1e-3)
+"""
+
+
+def test_copies_of_gradients_are_gradients_and_a_momentum_made_from_one_is_state(tmp_path: Path) -> None:
+    # GIVEN gradients that are copied and stacked, and a hand-written momentum that begins as one
+    seen = record_script(tmp_path, COPIES)
+    # WHEN recorded, THEN each is what it is
+    size = 100 * 201 * 4
+    assert {role for row in seen.rows(2 * size) for role in seen.role_of(row)} == {
+        Role.GRADIENTS, Role.OPTIMIZER_STATE, Role.WORKSPACE}  # the last for a gradient that is added in double
+    assert [seen.role_of(row) for row in seen.rows(2 * size)].count([Role.OPTIMIZER_STATE]) == 1
+    assert {role for row in seen.rows(size) for role in seen.role_of(row)} <= {
+        Role.PARAMETERS, Role.GRADIENTS, Role.WORKSPACE}
+
+
 class TestOneOfEach:
     def test_parameters_buffers_gradients_and_state(self, all_roles: Seen) -> None:
         found = [all_roles.role_of(row) for row in all_roles.rows(20_011 * 4)]

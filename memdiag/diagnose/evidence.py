@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from memdiag.diagnose.growth import Growing, growing
+from memdiag.diagnose.growth import Growing, growing, swelling
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.saves import Saves
-from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE, SPARSE_ROWS
+from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE, SNAPSHOT_PARAMETERS, SPARSE_ROWS
 from memdiag.trace import NONE, Phase, Role
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import Place, at, module_names, operator_names, relative
@@ -37,6 +37,15 @@ _GATHERING = ("aten::cat", "aten::concat", "aten::concatenate", "aten::stack", "
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
+
+
+def _column_and_row(signature: str | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of two operands that are alike, save for a last dimension of one that the first has and the second not."""
+    shapes = [tuple(int(n) for n in text.split(",") if n.strip()) for text in _SHAPE.findall(signature or "")]
+    if len(shapes) != 2:
+        return None
+    row, column = sorted(shapes, key=len)
+    return (column, row) if row and row[-1] > 1 and column == (*row, 1) else None
 
 
 class Evidence:
@@ -95,7 +104,7 @@ class Evidence:
             found[self.role == role] = cls
         found[self.scratch] = Class.WORKSPACE
         found[self.copies] = Class.PARAMETERS
-        found[self.arriving | self.dense_embeddings[0]] = Class.GRADIENTS
+        found[self.arriving | self.dense_embeddings[0] | self.per_sample[0]] = Class.GRADIENTS
         found[self.leaked] = Class.LEAK
         return found
 
@@ -122,6 +131,11 @@ class Evidence:
         """Bytes that leak with every step."""
         return sum(site.bytes_per_step for site in self.growing.leak_sites)
 
+    @cached_property
+    def swelling(self) -> Ints:
+        """Bytes of each allocation that it has only because something that it is made from grows."""
+        return swelling(self.run, self.growing.leaks) if self.at is self.run else np.zeros_like(self.size)
+
     @property
     def leaking(self) -> bool:
         """Whether what leaks would double the peak in a real run."""
@@ -132,9 +146,8 @@ class Evidence:
         """Made by code that runs without gradients: nothing keeps it for a backward."""
         trace, nest = self.at.trace, self.at.nest
         phase = nest.of(nest.phase, self.at.born_in)
-        names = [trace.text.index(p.label) for p in (Phase.EVALUATION, Phase.OTHER) if p.label in trace.text]
-        found: Mask = phase != NONE
-        found[found] = np.isin(trace["spans"]["name"][phase[found]], names)
+        names = trace.numbers(Phase.EVALUATION.label, Phase.OTHER.label)
+        found: Mask = np.isin(at(trace["spans"]["name"], phase), names)
         found &= self.role == Role.OTHER_ACTIVATIONS
         return found
 
@@ -148,9 +161,83 @@ class Evidence:
     @cached_property
     def concatenated(self) -> Mask:
         """Made by operators that put tensors together."""
-        names = [self.at.trace.text.index(name) for name in _GATHERING if name in self.at.trace.text]
-        found: Mask = np.isin(operator_names(self.at.trace, self.at.nest, self.at.born_in), names)
+        return self.made_by(*_GATHERING)
+
+    def made_by(self, *operators: str) -> Mask:
+        """Allocations that one of these operators made."""
+        found: Mask = np.isin(
+            operator_names(self.at.trace, self.at.nest, self.at.born_in), self.at.trace.numbers(*operators))
         return found
+
+    @cached_property
+    def broadcast(self) -> tuple[Mask, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+        """Results of operators on a column and a row, [n, 1] and [n]: each element of the one with each of the other.
+
+        Returns:
+            Which they are, where they matter; and the largest pair of operands, None where they do not.
+        """
+        texts = np.unique(self.at.trace["spans"]["signature"])
+        pairs = [pair for text in texts.tolist() if (pair := _column_and_row(self.at.trace.string(text))) is not None]
+        mine = self._passing & self.saves.alike([(*row, row[-1]) for _, row in pairs])
+        if not pairs or not self.matters(mine):
+            return np.zeros(len(self.size), dtype=bool), None
+        return mine, max(pairs)
+
+    @cached_property
+    def written_softmax(self) -> Mask:
+        """What has the size of a softmax that is written out in single operators, where there is much of it.
+
+        An argument of the exponential that a variable holds beyond the forward would be there all the same.
+        """
+        shapes = self.saves.written_softmax
+        mine: Mask = (self._passing | self.saves.saved & (self.role == Role.INPUTS)) & self.saves.alike(shapes)
+        born, step = self.at.life.born, self.at.born_step
+        exponential = mine & self.made_by("aten::exp")
+        first = np.full(int(step.max(initial=0)) + 2, np.iinfo(np.int64).max)  # in each step; the last is for none
+        np.minimum.at(first, step[exponential], born[exponential])
+        over = at(self.at.trace["spans"]["end_event"], self.at.nest.of(self.at.nest.phase, self.at.born_in))
+        mine &= (self.role != Role.OTHER_ACTIVATIONS) | (born >= first[step]) | (self.at.life.died <= over)
+        if not shapes or not self.matters(mine):
+            return np.zeros(len(self.size), dtype=bool)
+        return mine
+
+    @cached_property
+    def _passing(self) -> Mask:
+        """What a step makes for itself, in forward and backward."""
+        found: Mask = (self.of(Class.ACTIVATION) | self.of(Class.WORKSPACE)) & (self.role != Role.OPTIMIZER_TEMPORARIES)
+        return found
+
+    @cached_property
+    def single(self) -> Mask:
+        """What findings tell that are about one kind of code, whatever its classes."""
+        return self.gathered | self.broadcast[0] | self.written_softmax
+
+    @cached_property
+    def per_sample(self) -> tuple[Mask, int]:
+        """Gradients of the samples one by one: made in backward, and as many times as large as the parameters.
+
+        Returns:
+            Which they are, and how many times; 0 where they are not, for at least half of the parameters' bytes.
+        """
+        nothing = np.zeros(len(self.size), dtype=bool)
+        sizes, number = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)], return_counts=True)
+        phase = self.at.nest.of(self.at.nest.phase, self.at.born_in)
+        made = np.isin(at(self.at.trace["spans"]["name"], phase), self.at.trace.numbers(Phase.BACKWARD.label))
+        made &= ~self.saves.saved & ~np.isin(self.role, (Role.GRADIENTS, Role.PARAMETERS))
+        there, count = np.unique(self.size[made & self.alive], return_counts=True)
+        if len(sizes) < SNAPSHOT_PARAMETERS or not len(there) or not sizes.all():
+            return nothing, 0
+        times, rest = np.divmod(there[:, None], sizes[None, :])
+        fits = (rest == 0) & (times > 1) & (count[:, None] >= number[None, :])
+        covered = {
+            int(k): sizes[(fits & (times == k)).any(axis=0)] for k in np.unique(times[fits])}
+        weight = {k: int((mine * number[np.isin(sizes, mine)]).sum()) for k, mine in covered.items()
+                  if len(mine) >= SNAPSHOT_PARAMETERS}
+        best = max(weight, key=lambda k: weight[k], default=0)
+        if not best or weight[best] < PATTERN_SHARE * int((sizes * number).sum()):
+            return nothing, 0
+        mine: Mask = made & np.isin(self.size, best * covered[best])
+        return mine, best
 
     @cached_property
     def copies(self) -> Mask:
@@ -175,7 +262,7 @@ class Evidence:
         """
         trace = self.at.trace
         spans = trace["spans"]
-        names = [trace.text.index(name) for name in _EMBEDDINGS if name in trace.text]
+        names = trace.numbers(*_EMBEDDINGS)
         lookup = span_rows(trace, spans["forward"])  # of a node of backward, the operator that it undoes
         nodes = np.flatnonzero(np.isin(spans["name"], names) & (lookup != NONE))
         elements = np.zeros(len(spans["id"]), dtype=np.int64)  # of the table, where it is much larger than the lookup
@@ -208,13 +295,16 @@ class Evidence:
         return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
 
     def without(
-        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
+        part: Ints | None = None,
     ) -> tuple[int, int]:
         """The peak that would be left without these allocations.
 
         Args:
             since: of each allocation, the event from which on it would be gone; its birth where None.
             during: phases in which they would be gone; all where there are none.
+            keeping: bytes of them that would be there at any time, if as much is.
+            part: bytes of each, of those that are not chosen, that would be gone as long as it lives.
 
         Returns:
             Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
@@ -222,13 +312,19 @@ class Evidence:
         """
         line, life = self.at.line, self.at.life
         start = life.born if since is None else np.maximum(since, life.born)
-        before = line.start_bytes - int(self.size[chosen & (start == NONE)].sum())
+        before = line.start_bytes - max(0, int(self.size[chosen & (start == NONE)].sum()) - keeping)
         start = np.maximum(start, 0)
         gone = chosen & (start < life.died)
         delta = np.zeros(len(line.live) + 1, dtype=np.int64)
         np.add.at(delta, start[gone], self.size[gone])
         np.subtract.at(delta, life.died[gone], self.size[gone])
-        freed = np.cumsum(delta[:-1])
+        freed = np.maximum(np.cumsum(delta[:-1]) - keeping, 0)
+        if part is not None:
+            delta[:] = 0
+            smaller = np.flatnonzero((part > 0) & ~chosen & (life.born != NONE))
+            np.add.at(delta, life.born[smaller], part[smaller])
+            np.subtract.at(delta, life.died[smaller], part[smaller])
+            freed += np.cumsum(delta[:-1])
         if during:
             freed[~self.within(during)] = 0
         left = line.live - freed
@@ -244,15 +340,17 @@ class Evidence:
 
     def within(self, phases: tuple[Phase, ...]) -> Mask:
         """Events of these phases."""
-        text, names = self.at.trace.text, self.at.trace["spans"]["name"]
-        wanted = [text.index(phase.label) for phase in phases if phase.label in text]
-        around = self.at.phases
-        found: Mask = (around != NONE) & np.isin(names[around], wanted)
+        trace = self.at.trace
+        found: Mask = np.isin(
+            at(trace["spans"]["name"], self.at.phases), trace.numbers(*(phase.label for phase in phases)))
         return found
 
-    def saving(self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()) -> int:
+    def saving(
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
+        part: Ints | None = None,
+    ) -> int:
         """Bytes by which the peak would fall without ``chosen``: fewer than they are where it then lies elsewhere."""
-        return self.peak_bytes - self.without(chosen, since, during)[0]
+        return self.peak_bytes - self.without(chosen, since, during, keeping, part)[0]
 
     def step_ends(self) -> Ints:
         """For each allocation, the event at which the step that made it ends."""

@@ -69,6 +69,32 @@ def growing(run: View) -> Growing:
     return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles)
 
 
+def swelling(run: View, leaks: Mask) -> Ints:
+    """Of what every step makes anew, larger each time: by how many bytes each allocation exceeds the first of its kind.
+
+    What is computed from something that grows is larger in each step, though no step leaves it to the next. Allocations
+    are of one kind where line, kernel and their number within the step are the same.
+    """
+    table, excess = run.trace["allocations"], np.zeros(len(leaks), dtype=np.int64)
+    rows = np.flatnonzero(run.mine & ~leaks & (run.born_step != NONE) & (table["line"] != NONE))
+    if not len(rows):
+        return excess
+    keys = np.unique(np.stack([table["line"][rows], table["kernel"][rows]]), axis=1, return_inverse=True)[1].reshape(-1)
+    step, size = run.born_step[rows], table["bytes"][rows]
+    order = np.lexsort((run.life.born[rows], step, keys))
+    new = np.append(True, (np.diff(keys[order]) != 0) | (np.diff(step[order]) != 0))
+    number = np.empty(len(rows), dtype=np.int64)
+    number[order] = np.arange(len(rows)) - np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+    order = np.lexsort((step, number, keys))
+    first = np.flatnonzero(np.append(True, (np.diff(keys[order]) != 0) | (np.diff(number[order]) != 0)))
+    length = np.diff(np.append(first, len(rows)))
+    rises = np.append(True, (np.diff(size[order]) > 0) & (np.diff(step[order]) == 1))
+    rises[first] = True
+    swells = np.logical_and.reduceat(rises, first) & (length >= GROWTH_RUN)
+    excess[rows[order]] = np.repeat(swells, length) * (size[order] - np.repeat(size[order][first], length))
+    return excess
+
+
 def _sites(trace: Trace, run: View, allocations: Ints) -> tuple[Ints, Ints]:
     """Which place each allocation was born at, and each place's module, operator and line as numbers of text."""
     where = run.born_in[allocations]

@@ -107,9 +107,8 @@ def _device(run: View, last: dict[str, int]) -> tuple[int | None, int | None]:
 def _statistic(run: View, last: dict[str, int], name: str) -> int | None:
     trace = run.trace
     stats = trace["device_stats"]
-    number = trace.text.index(name) if name in trace.text else NONE
-    mine = np.flatnonzero(
-        (stats["name"] == number) & (stats["device"] == last["device"]) & (stats["step"] < last["step"]))
+    mine = np.isin(stats["name"], trace.numbers(name)) & (stats["device"] == last["device"])
+    mine = np.flatnonzero(mine & (stats["step"] < last["step"]))
     return int(stats["value"][mine[-1]]) if len(mine) else None
 
 
@@ -176,11 +175,15 @@ class Failure(Evidence):
         """Whether ``chosen`` is enough of what was needed to be a finding."""
         return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.needed_bytes)
 
-    def saving(self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = ()) -> int:
+    def saving(
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
+        part: Ints | None = None,
+    ) -> int:
         """Bytes of ``chosen`` that would not be alive."""
         if during and not self.within(during)[self.event]:
             return 0
-        return self.bytes_of(chosen if since is None else chosen & (since <= self.event))
+        gone = max(0, self.bytes_of(chosen if since is None else chosen & (since <= self.event)) - keeping)
+        return gone + (0 if part is None else int(part[self.alive & ~chosen].sum()))
 
 
 def _remedies(found: Failure, requested: int | None, place: Place) -> list[Advice]:

@@ -53,6 +53,12 @@ class Saves:
         """Shapes of what goes into a loss over classes."""
         return [shape for shape in self._shapes(_LOG_SOFTMAX) if len(shape) >= 2]
 
+    @cached_property
+    def written_softmax(self) -> list[Shape]:
+        """Shapes of exponentials that are divided in a further operator, as a softmax's are by their sum."""
+        divided = self._shapes(("aten::div",))
+        return [shape for shape in self._shapes(("aten::exp",)) if len(shape) >= 2 and shape in divided]
+
     def _shapes(self, operators: Sequence[str]) -> list[Shape]:
         trace = self._view.trace
         wanted = [number for number in np.unique(self._operator) if trace.string(int(number)) in operators]

@@ -217,6 +217,8 @@ class _Facts:
             (Role.SAVED_ACTIVATIONS, saved, "saved by autograd for backward"),
             (Role.BACKWARD_TEMPORARIES, self.phase[Phase.BACKWARD] & self.before_end_of(self.phase_row),
              "born in backward and gone by its end"),
+            (Role.BACKWARD_TEMPORARIES, self.phase[Phase.BACKWARD] & self.in_node & passing,
+             "born in a node of backward, gone by the end of the next step"),
             (Role.OTHER_ACTIVATIONS, self.in_module & ~self.in_node, "born inside a module's forward, not saved"),
             (Role.OTHER_ACTIVATIONS, forward & passing, "born outside the model, gone by the end of the next step"),
             (Role.OPTIMIZER_TEMPORARIES, self.broken_off & self.phase[Phase.OPTIMIZER],

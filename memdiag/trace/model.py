@@ -146,6 +146,9 @@ SCHEMA: dict[str, dict[str, str]] = {
 MIRRORS = "the script writes gradients into it"
 """Proof in a claim: of buffers that hold gradients a second time."""
 
+COPIED = "a copy of gradients"
+"""Proof in a claim: of what the script made by copying gradients, or by putting them together."""
+
 COMMUNICATION = "communication buffer"
 """Name in a claim: what a collective works on in backward, beside the gradients themselves."""
 
@@ -213,6 +216,10 @@ class Trace:
     def string(self, index: int) -> str | None:
         """The interned text, or None for NONE."""
         return None if index < 0 else self.text[index]
+
+    def numbers(self, *texts: str) -> list[int]:
+        """The numbers of those texts that the trace has."""
+        return [self.text.index(text) for text in texts if text in self.text]
 
     def span_row(self, span_id: int) -> int:
         """Row of a span in the span table, or NONE where it is not there."""

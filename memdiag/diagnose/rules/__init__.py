@@ -9,6 +9,7 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Finding
 from memdiag.diagnose.rules.accumulation import accumulation
 from memdiag.diagnose.rules.activations import activations
+from memdiag.diagnose.rules.elementwise import elementwise
 from memdiag.diagnose.rules.failures import failures
 from memdiag.diagnose.rules.fairness import fairness
 from memdiag.diagnose.rules.host import host_memory
@@ -18,7 +19,7 @@ from memdiag.diagnose.rules.recompute import recompute
 from memdiag.diagnose.rules.temporary import temporary
 
 RULES: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
-    leaks, host_memory, failures, activations, persistent, temporary, recompute, accumulation, fairness)
+    leaks, host_memory, failures, elementwise, activations, persistent, temporary, recompute, accumulation, fairness)
 """In the order in which findings of equal bytes are told."""
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -27,8 +28,9 @@ OUT_OF_MEMORY = "out_of_memory"
 KINDS = frozenset((
     OUT_OF_MEMORY,
     "growth", "garbage_cycle", "host_growth", "kept_failure", "activations", "evaluation_graph", "hidden_states",
-    "gathered_results", "retained_graph", "attention_matrix", "logits", "worst_batch", "optimizer_state", "gradients",
-    "gradient_buffers", "dense_embedding", "parameters", "model_copy", "inputs", "kept_batches",
-    "optimizer_temporaries", "scratch", "workspace", "checkpoint_frees_nothing", "costly_recompute",
-    "replay_hazard", "reentrant_pitfall", "accumulation_error", "unfair_comparison"))
+    "gathered_results", "broadcast", "written_softmax", "retained_graph", "attention_matrix", "logits", "worst_batch",
+    "optimizer_state", "gradients", "gradient_buffers", "per_sample_gradients", "dense_embedding", "parameters",
+    "model_copy", "inputs", "kept_batches", "optimizer_temporaries", "scratch", "workspace",
+    "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall", "accumulation_error",
+    "unfair_comparison"))
 """Every kind that a rule may give."""

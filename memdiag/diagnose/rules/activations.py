@@ -15,12 +15,14 @@ from memdiag.trace.peak import phase_peaks
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
+_COPIES = ("aten::clone", "aten::_to_copy", "aten::to")
+
 Pattern = Callable[[Evidence, Mask], Finding | None]
 
 
 def activations(found: Evidence) -> Iterable[Finding]:
     """The most telling pattern, or activations as such."""
-    chosen = found.of(Class.ACTIVATION) & ~found.gathered
+    chosen = found.of(Class.ACTIVATION) & ~found.single
     if not found.matters(chosen):
         return
     named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen)) is not None]
@@ -85,7 +87,8 @@ def _kept(found: Evidence, chosen: Mask) -> Finding | None:
     # What a forward's own variables hold is gone when the outermost call has ended; what lives on was stored.
     inside = (inner != NONE) & (found.role == Role.OTHER_ACTIVATIONS) & ~found.saves.saved
     stored = inside & (life.died > at(spans["end_event"], outer))
-    since[stored] = at(spans["end_event"], inner)[stored]
+    # A copy that nothing saves was made to be stored: without that there is none.
+    since[stored] = np.where(found.made_by(*_COPIES), life.born, at(spans["end_event"], inner))[stored]
     mine = chosen & (step_over | stored)
     saving = found.saving(mine, since)
     if saving < FINDING_SHARE * found.peak_bytes:

@@ -18,7 +18,8 @@ def host_growth(found: Evidence) -> tuple[float, int] | None:
     """Bytes per step by which the process grows beside its tensors, and by how much over the steps.
 
     None where too few steps were seen. The growth must go on in the later half, and not in one leap: the median step
-    of that half must take part in it. The first step is warm-up.
+    of that half must take part in it. The first step is warm-up. The rate is that of the median step: the C library
+    takes and gives memory back in leaps, and so does the reading of the recording.
     """
     steps = found.run.trace["steps"]
     known = steps["host_rss"] > 0
@@ -31,7 +32,7 @@ def host_growth(found: Evidence) -> tuple[float, int] | None:
     if int(later.sum()) < HOST_GROWTH_BYTES or float(np.median(later)) < 0.5 * float(later.mean()):
         return 0.0, 0
     total = int(beside[-1] - beside[1])
-    return total / (len(beside) - 2), total
+    return float(np.median(np.diff(beside[1:]))), total
 
 
 def host_memory(found: Evidence) -> Iterable[Finding]:

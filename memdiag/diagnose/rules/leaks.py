@@ -11,7 +11,7 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
-from memdiag.policy import FINDING_SHARE, PATTERN_SHARE
+from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SWELLING_SHARE
 from memdiag.trace import NONE, Role
 from memdiag.trace.model import GARBAGE
 from memdiag.trace.places import at, relative
@@ -53,7 +53,12 @@ def leaks(found: Evidence) -> Iterable[Finding]:
             keep = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
         if holder is not None and any(TRACEBACK in part for part in holder.chain):
             keep = "keep the text of the exception (`str(error)`), not the exception: its traceback keeps the frames"
-        advice = Advice(keep, found.saving(found.growing.leaks | gathered, since))
+        gone = found.growing.leaks | gathered
+        saving = found.saving(gone, since, part=found.swelling)
+        more = saving - found.saving(gone, since)
+        if more >= SWELLING_SHARE * found.peak_bytes:
+            evidence.append(f"{format_bytes(more)} more are in what each step computes from it, larger every time")
+        advice = Advice(keep, saving)
     kind, title = "growth", f"Memory grows by {format_bytes(round(rate))} with every step"
     copies, number, times = snapshots(found)
     if found.bytes_of(chosen & copies) > PATTERN_SHARE * found.bytes_of(chosen):

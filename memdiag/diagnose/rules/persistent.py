@@ -9,8 +9,8 @@ import numpy as np
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
 from memdiag.policy import FINDING_SHARE
-from memdiag.trace import NONE, Phase, Role, Trace
-from memdiag.trace.model import COMMUNICATION, MIRRORS
+from memdiag.trace import Phase, Role
+from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS
 from memdiag.units import format_bytes
 
 
@@ -45,6 +45,13 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
              f"a lookup reads {indices:,} of {rows:,} rows at most"],
             [Advice("`sparse=True` in the embedding, with an optimizer that takes sparse gradients (SGD, SparseAdam)",
                     found.saving(table))])
+    samples, times = found.per_sample
+    if 2 * found.bytes_of(chosen & samples) > found.bytes_of(chosen):
+        return found.finding(
+            Class.GRADIENTS, "per_sample_gradients", "Each sample's gradients are there by themselves", samples,
+            [f"{format_bytes(found.bytes_of(samples))} made in backward, of {times:,} times the parameters' sizes"],
+            [Advice("take fewer samples at a time; or only the norms of their gradients, and the clipped sum from a "
+                    "second backward with weighted losses", found.saving(samples), at_most=True)])
     size = found.bytes_of(chosen)
     buffers, communication = _buffers(found)
     mirrors = found.bytes_of(chosen & buffers)
@@ -62,7 +69,8 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
             "first step, the gradients are views of them", None))
     elif kind == "gradient_buffers":
         advice.append(Advice("accumulate in `.grad` itself, and keep no second copy of it", None))
-    idle = found.saving(found.role == Role.GRADIENTS, during=(Phase.FORWARD, Phase.EVALUATION, Phase.OTHER))
+    idle = found.saving(
+        (found.role == Role.GRADIENTS) & ~buffers, during=(Phase.FORWARD, Phase.EVALUATION, Phase.OTHER))
     if idle >= FINDING_SHARE * found.peak_bytes:
         evidence.append("those of the step before are there until the next backward")
         advice.append(Advice("`optimizer.zero_grad(set_to_none=True)` right after its step", idle))
@@ -74,15 +82,11 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
 def _buffers(found: Evidence) -> tuple[Mask, bool]:
     """What holds gradients a second time, and whether a collective works on any of it."""
     trace, claims = found.at.trace, found.at.trace["claims"]
-    named = claims["name"] == _number(trace, COMMUNICATION)
+    named = np.isin(claims["name"], trace.numbers(COMMUNICATION))
     buffers = np.zeros(len(found.size), dtype=bool)
-    buffers[claims["allocation"][named | (claims["proof"] == _number(trace, MIRRORS))]] = True
+    second = named | np.isin(claims["proof"], trace.numbers(MIRRORS, COPIED))
+    buffers[claims["allocation"][second]] = True
     return buffers, bool(named.any())
-
-
-def _number(trace: Trace, text: str) -> int:
-    """The number of a text; one that nothing is called by, where it is not in the trace."""
-    return trace.text.index(text) if text in trace.text else NONE - 1
 
 
 def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:

@@ -134,5 +134,4 @@ def _no_gradient(found: Evidence) -> Iterable[Finding]:
 def _named(found: Evidence, kind: Kind, name: str) -> Ints:
     trace = found.run.trace
     spans = trace["spans"]
-    number = trace.text.index(name) if name in trace.text else NONE - 1
-    return np.flatnonzero((spans["kind"] == kind) & (spans["name"] == number))
+    return np.flatnonzero((spans["kind"] == kind) & np.isin(spans["name"], trace.numbers(name)))

@@ -16,7 +16,7 @@ from memdiag.units import format_bytes
 def temporary(found: Evidence) -> Iterable[Finding]:
     if found.matters(found.gathered):
         yield _gathered(found)
-    everything = found.of(Class.WORKSPACE) & ~found.gathered
+    everything = found.of(Class.WORKSPACE) & ~found.single
     if not found.matters(everything):
         return
     parts = {

@@ -24,6 +24,7 @@ from memdiag.trace.model import GRAD_ON, OTHER_RANDOM, RECOMPUTE, SAVE_GRAD, SAV
 _MEMORY, _OOM, _MARK, _NODE, _ACCUMULATE, _OPERATOR, _CONTAINER = range(7)
 _NODE_PREFIX = "autograd::engine::evaluate_function: "
 _COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::pin_memory"})
+_GATHERS = frozenset({"aten::cat", "aten::concat", "aten::concatenate", "aten::stack"})
 _MOST_SEQUENCES = 500_000  # operators whose line is kept for their backward
 _ZEROES = frozenset({"aten::zero_", "aten::_foreach_zero_"})
 # Operators that draw random numbers. Those around them (dropout) call one of these only where they draw.
@@ -264,7 +265,7 @@ class Consumer:
                     self.writers.add(place.line)
                 heap.written(read[0], read[1:])
             since = heap.next_id
-            todo.append((lambda: heap.made_from(since, read, name in _COPIES), None, NONE))
+            todo.append((lambda: heap.made_from(since, read, name in _COPIES, name in _GATHERS), None, NONE))
         if place.again and read and name[-1] == "_":
             heap.replayed(read[0])
         if name.startswith("c10d::") and loop.in_backward:

@@ -11,7 +11,7 @@ from memdiag.record.facts import Claim
 from memdiag.record.reading.failures import UNKNOWN, Request
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
-from memdiag.trace.model import COMMUNICATION, MIRRORS, REPLAYED, UNSEEN, USED, ZEROED
+from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS, REPLAYED, UNSEEN, USED, ZEROED
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -312,12 +312,13 @@ class Heap:
         live = self._at.get(address)
         return live is not None and role in live.claims
 
-    def made_from(self, since_id: int, sources: tuple[int, ...], copy: bool) -> None:
+    def made_from(self, since_id: int, sources: tuple[int, ...], copy: bool, gathers: bool) -> None:
         """The script's own operator has ended: what it read, for the live allocations that it made.
 
         Args:
             since_id: the first allocation that is its.
-            copy: it only copies or moves: what comes of an input is an input.
+            copy: it only copies or moves: what comes of an input is an input, and of a gradient a gradient.
+            gathers: it puts together what it reads: gradients, where all of it are.
         """
         # The youngest entries of the dictionary come last.
         for live in reversed(self._at.values()):
@@ -328,6 +329,8 @@ class Heap:
                 live.mirrors = tuple({id(m): m for a in sources if a in self._at for m in self._at[a].mirrors}.values())
             if copy and any(self.has_role(address, Role.INPUTS) for address in sources):
                 self.say(live, Role.INPUTS, None, "a copy of an input")
+            elif (copy or gathers) and sources and all(self.has_role(address, Role.GRADIENTS) for address in sources):
+                self.say(live, Role.GRADIENTS, None, COPIED)
 
     def written(self, target_address: int, sources: tuple[int, ...]) -> None:
         """The script's own operator wrote in place, having read ``sources``.
@@ -344,7 +347,7 @@ class Heap:
                 self.say(buffer, Role.OPTIMIZER_STATE, None, "the script updates the parameters from it")
         elif (
             target.birth.loose and not target.saved and not target.wants_gradients
-            and target.claims.keys() <= {Role.HELD}
+            and all(role is Role.HELD or proof == COPIED for role, (_, proof, _) in target.claims.items())
             and any(Role.GRADIENTS in live.claims or live.mirrors for live in read)
         ):
             self._mirrored = True

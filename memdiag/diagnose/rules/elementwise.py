@@ -1,0 +1,54 @@
+"""What code in single operators makes, and one of torch's own operators would not: in forward and backward alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.model import Advice, Class, Finding, Mask
+from memdiag.units import format_bytes
+
+# `log_softmax` keeps its result, and `nll_loss` nothing of that size; each makes one gradient of it in backward
+# (derivatives.yaml of PyTorch: _log_softmax_backward_data, nll_loss_backward). Of a plain softmax the same holds: its
+# result, the gradient that comes in, and the one that goes out.
+_FUSED_TENSORS = 3
+
+
+def elementwise(found: Evidence) -> Iterable[Finding]:
+    broadcast, operands = found.broadcast
+    if operands is not None:
+        column, row = operands
+        result = [*row[:-1], row[-1], row[-1]]
+        yield _finding(
+            found, "broadcast", "Two operands are broadcast against each other", broadcast,
+            [f"{list(column)} and {list(row)} become {result}: {_number(found, broadcast)} of that size, "
+             f"{format_bytes(found.bytes_of(broadcast))}, are alive {found.when}"],
+            Advice("give both the same shape (`squeeze(-1)`), if their elements belong together one by one",
+                   found.saving(broadcast)))
+    softmax = found.written_softmax
+    if softmax.any():
+        largest = int(found.size[softmax & found.alive].max())
+        yield _finding(
+            found, "written_softmax", "A softmax is written out in single operators", softmax,
+            [f"{_number(found, softmax)} of its size, {format_bytes(found.bytes_of(softmax))}, are alive {found.when}",
+             f"in one operator {_FUSED_TENSORS} would be: its result, and two gradients in backward"],
+            Advice("`torch.nn.functional.cross_entropy`, `log_softmax` or `softmax`; or compute it in chunks of rows",
+                   found.saving(softmax, keeping=_FUSED_TENSORS * largest)))
+
+
+def _number(found: Evidence, chosen: Mask) -> str:
+    number = int(np.count_nonzero(chosen & found.alive))
+    return f"{number} tensor{'s' * (number > 1)}"
+
+
+def _finding(
+    found: Evidence, kind: str, title: str, chosen: Mask, evidence: list[str], advice: Advice
+) -> Finding:
+    """It belongs to the class that most of its bytes are of."""
+    cls = max((Class.ACTIVATION, Class.WORKSPACE), key=lambda cls: found.bytes_of(chosen & found.of(cls)))
+    place = found.main_birth(chosen)
+    evidence.append("the largest part comes from " + (place.operator or place.module or "code")
+                    + (f" at {place.line}" if place.line else ""))
+    return found.finding(cls, kind, title, chosen, evidence, [advice])
