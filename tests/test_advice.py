@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -280,13 +281,57 @@ def per_sample(mended: bool) -> None:
         optimizer.step()
 
 
+def teacher_with_gradients(mended: bool) -> None:
+    """A teacher's forward builds a graph, and gradients, that nobody trains it with."""
+    teacher, student = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 16)), nn.Linear(256, 16)
+    optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
+    for _ in range(4):
+        x = torch.randn(1500, 256)
+        with torch.no_grad() if mended else nullcontext():
+            wanted = teacher(x)
+        optimizer.zero_grad()
+        (student(x) - wanted).square().mean().backward()
+        optimizer.step()
+
+
+def kept_optimizers(mended: bool) -> None:
+    """Every epoch has an optimizer of its own, and a list keeps them all."""
+    model = nn.Linear(500, 500)
+    optimizers = []
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(8):
+        if not mended:
+            optimizer = torch.optim.Adam(model.parameters())
+            optimizers.append(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 500)).mean().backward()
+            optimizer.step()
+
+
+def filling_buffer(mended: bool) -> None:
+    """The last hundred batches are kept, and there are fewer yet."""
+    model = nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    last: deque[torch.Tensor] = deque(maxlen=100)
+    for _ in range(10):
+        x = torch.randn(4000, 64)
+        if not mended:
+            last.append(x)
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("train", "kind"),
     [(kept_batches, "kept_batches"), (dense_embedding, "dense_embedding"), (late_zeroing, "gradients"),
      (gathered_results, "gathered_results"), (gathered_leak, "growth"), (unread_graphs, "growth"),
      (stored_scores, "hidden_states"), (last_validation, "evaluation_graph"), (averaged_copy, "model_copy"),
      (summed_losses, "retained_graph"), (stored_copies, "hidden_states"), (broadcast_loss, "broadcast"),
-     (written_softmax, "written_softmax"), (growing_bank, "growth"), (per_sample, "per_sample_gradients")],
+     (written_softmax, "written_softmax"), (growing_bank, "growth"), (per_sample, "per_sample_gradients"),
+     (teacher_with_gradients, "unstepped_gradients"), (kept_optimizers, "growth"),
+     (filling_buffer, "filling_container")],
     ids=lambda value: value.__name__ if callable(value) else "")
 def test_the_peak_falls_by_what_the_advice_said(train: Run, kind: str) -> None:
     # GIVEN a training with a fault, and the same one mended

@@ -121,6 +121,34 @@ def test_copies_of_gradients_are_gradients_and_a_momentum_made_from_one_is_state
         Role.PARAMETERS, Role.GRADIENTS, Role.WORKSPACE}
 
 
+MASTER = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(100, 203, bias=False).bfloat16()
+master = model.weight.detach().float().clone()
+first, second = torch.zeros_like(master), torch.zeros_like(master)
+for step in range(4):
+    model.weight.grad = None
+    model(torch.randn(3, 100).bfloat16()).float().square().sum().backward()
+    with torch.no_grad():
+        gradient = model.weight.grad.float()
+        first.lerp_(gradient, 0.1)
+        second.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+        master.addcdiv_(first, second.sqrt() + 1e-8, value=-1e-3)
+        model.weight.copy_(master)
+"""
+
+
+def test_moments_behind_a_copy_in_full_precision_are_state(tmp_path: Path) -> None:
+    # GIVEN a hand-written Adam for parameters in half precision, which updates a copy of them in full
+    seen = record_script(tmp_path, MASTER)
+    # WHEN recorded, THEN the copy and both moments are the optimizer's state
+    roles = [seen.role_of(row) for row in seen.rows(100 * 203 * 4)]
+    assert roles.count([Role.OPTIMIZER_STATE]) == 3
+
+
 class TestOneOfEach:
     def test_parameters_buffers_gradients_and_state(self, all_roles: Seen) -> None:
         found = [all_roles.role_of(row) for row in all_roles.rows(20_011 * 4)]

@@ -13,7 +13,8 @@ from memdiag.diagnose.growth import Growing, growing, swelling
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.saves import Saves
 from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE, SNAPSHOT_PARAMETERS, SPARSE_ROWS
-from memdiag.trace import NONE, Phase, Role
+from memdiag.trace import NONE, Kind, Phase, Role, Trace
+from memdiag.trace.model import STEPPED
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import Place, at, module_names, operator_names, relative
 from memdiag.trace.view import View
@@ -46,6 +47,11 @@ def _column_and_row(signature: str | None) -> tuple[tuple[int, ...], tuple[int, 
         return None
     row, column = sorted(shapes, key=len)
     return (column, row) if row and row[-1] > 1 and column == (*row, 1) else None
+
+
+def _owners(trace: Trace, names: Ints) -> list[int]:
+    """Numbers of the names of the modules that have these parameters."""
+    return trace.numbers(*{(trace.string(name) or "").rpartition(".")[0] for name in names.tolist()} - {""})
 
 
 class Evidence:
@@ -105,6 +111,7 @@ class Evidence:
         found[self.scratch] = Class.WORKSPACE
         found[self.copies] = Class.PARAMETERS
         found[self.arriving | self.dense_embeddings[0] | self.per_sample[0]] = Class.GRADIENTS
+        found[self.filling & (self.role == Role.HELD)] = Class.INPUT_BATCHES
         found[self.leaked] = Class.LEAK
         return found
 
@@ -125,6 +132,11 @@ class Evidence:
             return np.zeros(len(self.size), dtype=bool)
         earlier: Mask = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
         return earlier
+
+    @cached_property
+    def filling(self) -> Mask:
+        """What containers of a fixed capacity keep, that are not full yet."""
+        return self.growing.filling if self.at is self.run else np.zeros(len(self.size), dtype=bool)
 
     @cached_property
     def leak_rate(self) -> float:
@@ -210,7 +222,8 @@ class Evidence:
     @cached_property
     def single(self) -> Mask:
         """What findings tell that are about one kind of code, whatever its classes."""
-        return self.gathered | self.broadcast[0] | self.written_softmax
+        found = self.gathered | self.broadcast[0] | self.written_softmax | self.filling
+        return found | self.unstepped[1] if self.matters(self.unstepped[1]) else found
 
     @cached_property
     def per_sample(self) -> tuple[Mask, int]:
@@ -238,6 +251,36 @@ class Evidence:
             return nothing, 0
         mine: Mask = made & np.isin(self.size, best * covered[best])
         return mine, best
+
+    @cached_property
+    def unstepped(self) -> tuple[Mask, Mask]:
+        """Gradients of parameters that no optimizer has stepped, while others have been.
+
+        Returns:
+            Which they are; and with them what the forwards saved, and their backwards made, that train only such.
+        """
+        trace, nest, nothing = self.at.trace, self.at.nest, np.zeros(len(self.size), dtype=bool)
+        claims, spans = trace["claims"], trace["spans"]
+        parameters = claims["role"] == Role.PARAMETERS
+        stepped = np.unique(claims["name"][parameters & np.isin(claims["proof"], trace.numbers(STEPPED))])
+        idle = np.setdiff1d(claims["name"][parameters], np.append(stepped, NONE))
+        if not len(stepped) or not len(idle):
+            return nothing, nothing
+        gradients = nothing.copy()
+        gradients[claims["allocation"][(claims["role"] == Role.GRADIENTS) & np.isin(claims["name"], idle)]] = True
+        gradients &= self.role == Role.GRADIENTS
+        if not gradients.any():
+            return nothing, nothing
+        calls = np.flatnonzero(spans["kind"] == Kind.MODULE)
+        outer = nest.outer_module[calls]
+        trained, untrained = (
+            np.unique(outer[np.isin(spans["name"][calls], _owners(trace, names))]) for names in (stepped, idle))
+        calls = np.setdiff1d(untrained, trained)
+        born = self.at.born_in
+        forward = nest.of(nest.outer_module, span_rows(trace, at(spans["forward"], nest.of(nest.node, born))))
+        # Without a graph, a forward needs what it saves until the last operator that saves it.
+        inside = np.isin(nest.of(nest.outer_module, born), calls) & self.saves.saved | np.isin(forward, calls)
+        return gradients, gradients | inside & (self._passing | self.arriving)
 
     @cached_property
     def copies(self) -> Mask:
@@ -374,6 +417,22 @@ class Evidence:
         since[unread] = spans["end_event"][module[unread]]
         in_step = (read != NONE) & (read < ends)
         since[in_step] = read[in_step]
+        return since
+
+    def replaced(self, chosen: Mask) -> Ints:
+        """For each allocation, the event at which the one after the next of its kind is born.
+
+        A loop that takes one batch at a time has the last one still while it makes the next.
+        """
+        table, born = self.at.trace["allocations"], self.at.life.born
+        since = self.at.life.died.copy()
+        rows = np.flatnonzero(chosen)
+        kinds, group = np.unique(
+            np.stack([table["line"][rows], table["kernel"][rows], table["bytes"][rows]]), axis=1, return_inverse=True)
+        for number in range(kinds.shape[1]):
+            alike = rows[group.reshape(-1) == number]
+            alike = alike[np.argsort(born[alike], kind="stable")]
+            since[alike[:-2]] = born[alike[2:]]
         return since
 
     def main_birth(self, chosen: Mask) -> Place:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memdiag.diagnose.holders import capacity, last_looks
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
 from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
@@ -20,9 +21,10 @@ class Growing:
 
     Attributes:
         growth: the numbers.
-        leaks: over the run's allocations, those that survive at growing places; an optimizer's own state, which its
-            own bounds limit, is growth and no leak.
+        leaks: over the run's allocations, those that survive at growing places; the state of one optimizer, which its
+            own bounds limit, is growth and no leak; nor is what a container of a fixed capacity keeps.
         leak_sites: the places of the leaks.
+        filling: those that survive at growing places in containers of a fixed capacity.
         cycles: those that survive at growing places in reference cycles, until the garbage collector comes by.
     """
 
@@ -30,6 +32,7 @@ class Growing:
     leaks: Mask
     leak_sites: list[Site]
     cycles: Mask
+    filling: Mask
 
 
 def growing(run: View) -> Growing:
@@ -44,7 +47,7 @@ def growing(run: View) -> Growing:
     ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
     nothing = np.zeros(len(run.life.born), dtype=bool)
     if len(ends) <= GROWTH_BIRTHS:
-        return Growing(Growth(None, None, []), nothing, [], nothing)
+        return Growing(Growth(None, None, []), nothing, [], nothing, nothing)
     first = np.searchsorted(ends, run.life.born, side="right")
     last = np.searchsorted(ends, run.life.died, side="right")
     size = trace["allocations"]["bytes"]
@@ -57,16 +60,17 @@ def growing(run: View) -> Growing:
         for mine in groups])
     found = np.flatnonzero(rates > 0)
     found = found[np.argsort(-rates[found], kind="stable")]
-    state = run.roles.of(survives, run.life.died[survives] - 1) == Role.OPTIMIZER_STATE
-    bounded, garbage = np.zeros(len(keys), dtype=bool), _garbage(trace, survives, site, len(keys))
-    bounded[site[state]] = True
-    leaks, cycles = nothing.copy(), nothing.copy()
+    bounded, garbage = _state(run, survives, site, len(keys)), _garbage(trace, survives, site, len(keys))
+    fills = _filling(trace, survives, site, len(keys)) & ~garbage
+    bounded |= fills
+    leaks, cycles, filling = nothing.copy(), nothing.copy(), nothing.copy()
     leaks[survives[np.isin(site, found) & ~(bounded | garbage)[site]]] = True
     cycles[survives[np.isin(site, found) & garbage[site]]] = True
+    filling[survives[np.isin(site, found) & fills[site]]] = True
     places = [_place(trace, keys[number]) for number in found]
     sites = [Site(p.operator, p.module, p.line, float(rates[number])) for p, number in zip(places, found, strict=True)]
     leak_sites = [place for place, number in zip(sites, found, strict=True) if not (bounded | garbage)[number]]
-    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles)
+    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles, filling)
 
 
 def swelling(run: View, leaks: Mask) -> Ints:
@@ -113,18 +117,39 @@ def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
 
     It looks at the largest places. Where nothing that it looked at is held otherwise, the small ones are the same.
     """
-    holders = trace["holders"]
     of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
     of_site[allocations] = site
-    # Of several looks at one allocation the last counts.
-    last = {allocation: root for allocation, root in zip(
-        holders["allocation"].tolist(), holders["root"].tolist(), strict=True) if allocation != NONE}
     looked, held = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
-    for allocation, root in last.items():
+    for allocation, look in last_looks(trace).items():
         if of_site[allocation] != NONE:
             looked[of_site[allocation]] = True
-            held[of_site[allocation]] |= trace.string(root) != GARBAGE
+            held[of_site[allocation]] |= trace.string(look.chain) != GARBAGE
     return looked & ~held if held.any() else np.full(sites, bool(looked.any()))
+
+
+def _state(run: View, allocations: Ints, site: Ints, sites: int) -> Mask:
+    """Places where an optimizer's state is made, save those where that of ever more optimizers is."""
+    claims, trace = run.trace["claims"], run.trace
+    whose = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
+    mine = claims["role"] == Role.OPTIMIZER_STATE
+    whose[claims["allocation"][mine]] = claims["proof"][mine]
+    state = run.roles.of(allocations, run.life.died[allocations] - 1) == Role.OPTIMIZER_STATE
+    pairs = np.unique(np.stack([site[state], whose[allocations[state]]]), axis=1)
+    owners = np.bincount(pairs[0], minlength=sites)
+    return (owners > 0) & (owners < GROWTH_BIRTHS)
+
+
+def _filling(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
+    """Places of which the recorder looked at something that survives, and found all of it in containers of a fixed
+    capacity."""
+    looked, other = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
+    of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
+    of_site[allocations] = site
+    for allocation, look in last_looks(trace).items():
+        if of_site[allocation] != NONE:
+            looked[of_site[allocation]] = True
+            other[of_site[allocation]] |= capacity(trace.string(look.chain)) is None
+    return looked & ~other
 
 
 def _place(trace: Trace, key: Ints) -> Place:

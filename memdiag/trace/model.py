@@ -146,6 +146,12 @@ SCHEMA: dict[str, dict[str, str]] = {
 MIRRORS = "the script writes gradients into it"
 """Proof in a claim: of buffers that hold gradients a second time."""
 
+STEPPED = "a parameter of an optimizer"
+"""Proof in a claim: an optimizer that has stepped lists it."""
+
+STATE = "in the state of optimizer {}"
+"""Proof in a claim, with the number of the optimizer."""
+
 COPIED = "a copy of gradients"
 """Proof in a claim: of what the script made by copying gradients, or by putting them together."""
 
@@ -157,6 +163,9 @@ GRADIENT_CYCLE = "a cycle that nothing frees: a gradient with a graph, and its p
 GRAPH_CYCLE = "a cycle that nothing frees: a tensor, and the graph that leads to it"
 UNCOLLECTED = "a cycle that outlived a garbage collection: something outside Python has a part in it"
 """Roots of holders where no variable leads to an allocation. What is only garbage is no leak."""
+
+BOUNDED_ITEM = "[* of {}]"
+"""In the chain of a holder: an item of a container that keeps no more than so many (a deque's ``maxlen``)."""
 
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""

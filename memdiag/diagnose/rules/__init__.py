@@ -27,10 +27,10 @@ OUT_OF_MEMORY = "out_of_memory"
 
 KINDS = frozenset((
     OUT_OF_MEMORY,
-    "growth", "garbage_cycle", "host_growth", "kept_failure", "activations", "evaluation_graph", "hidden_states",
-    "gathered_results", "broadcast", "written_softmax", "retained_graph", "attention_matrix", "logits", "worst_batch",
-    "optimizer_state", "gradients", "gradient_buffers", "per_sample_gradients", "dense_embedding", "parameters",
-    "model_copy", "inputs", "kept_batches", "optimizer_temporaries", "scratch", "workspace",
-    "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall", "accumulation_error",
-    "unfair_comparison"))
+    "growth", "garbage_cycle", "filling_container", "host_growth", "kept_failure", "activations", "evaluation_graph",
+    "hidden_states", "gathered_results", "broadcast", "written_softmax", "retained_graph", "attention_matrix", "logits",
+    "worst_batch", "optimizer_state", "gradients", "gradient_buffers", "per_sample_gradients", "unstepped_gradients",
+    "dense_embedding", "parameters", "model_copy", "inputs", "kept_batches", "optimizer_temporaries", "scratch",
+    "workspace", "checkpoint_frees_nothing", "costly_recompute", "replay_hazard", "reentrant_pitfall",
+    "accumulation_error", "unfair_comparison"))
 """Every kind that a rule may give."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.holders import last_looks, who_holds_most
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask
 from memdiag.trace import NONE
-from memdiag.trace.places import relative
 from memdiag.units import format_bytes
 
 TRACEBACK = "__traceback__"
@@ -45,18 +45,8 @@ def failures(found: Evidence) -> Iterable[Finding]:
 def _holder(found: Evidence, since: Ints) -> tuple[Holder | None, Mask]:
     """Who holds most of what was looked at of it through a traceback; and what is known to be held otherwise."""
     trace = found.run.trace
-    holders = trace["holders"]
-    last = {allocation: (chain, line) for allocation, chain, line in zip(
-        *(holders[name].tolist() for name in ("allocation", "chain", "line")), strict=True)
-        if allocation != NONE and since[allocation] != NONE}
-    total: dict[tuple[int, int], int] = {}
+    looks = {allocation: look for allocation, look in last_looks(trace).items() if since[allocation] != NONE}
+    through = {allocation for allocation, look in looks.items() if TRACEBACK in (trace.string(look.chain) or "")}
     otherwise = np.zeros(len(since), dtype=bool)
-    for allocation, kept in last.items():
-        if TRACEBACK in (trace.string(kept[0]) or ""):
-            total[kept] = total.get(kept, 0) + int(found.size[allocation])
-        else:
-            otherwise[allocation] = True
-    if not total:
-        return None, otherwise
-    chain, line = max(total, key=lambda kept: total[kept])
-    return Holder(relative(trace, trace.string(line)), (trace.string(chain) or "").split(" → ")), otherwise
+    otherwise[[allocation for allocation in looks if allocation not in through]] = True
+    return who_holds_most(trace, {allocation: looks[allocation] for allocation in through}), otherwise

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.holders import capacity, last_looks, who_holds_most
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
 from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SWELLING_SHARE
 from memdiag.trace import NONE, Role
 from memdiag.trace.model import GARBAGE
-from memdiag.trace.places import at, relative
+from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
 
 def leaks(found: Evidence) -> Iterable[Finding]:
     sites, rate = found.growing.leak_sites, found.leak_rate
     yield from _cycles(found)
+    yield from _filling(found)
     if not found.leaking:
         return
     chosen = found.leaked
@@ -37,7 +38,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     ]
     if in_graphs:
         evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
-    holder = _holder(found)
+    holder = _holder(found, found.growing.leaks)
     if holder is not None:
         evidence.append("kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else ""))
     if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
@@ -51,6 +52,9 @@ def leaks(found: Evidence) -> Iterable[Finding]:
         keep = "let go of it when its step is over, keep a bounded number, or move it to disk"
         if 2 * in_graphs > found.bytes_of(chosen):
             keep = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
+        if 2 * found.bytes_of(chosen & (found.role == Role.OPTIMIZER_STATE)) > found.bytes_of(chosen):
+            evidence.append("it is the state of ever more optimizers, all of which are kept")
+            keep = "make an optimizer once, or let go of the last one when the next is made"
         if holder is not None and any(TRACEBACK in part for part in holder.chain):
             keep = "keep the text of the exception (`str(error)`), not the exception: its traceback keeps the frames"
         gone = found.growing.leaks | gathered
@@ -113,26 +117,31 @@ def _cycles(found: Evidence) -> Iterable[Finding]:
             since=since)
 
 
-def _holder(found: Evidence) -> Holder | None:
-    """Who holds the most of it, as far as the recording looked. Where no statement was found, the line is None."""
-    trace, leaking = found.run.trace, found.growing.leaks
-    holders = trace["holders"]
+def _filling(found: Evidence) -> Iterable[Finding]:
+    """What a container of a fixed capacity keeps, more with every step until it is full."""
+    kept = found.filling
+    holder = _holder(found, found.growing.filling)
+    if holder is None or not found.matters(kept):
+        return
+    most = capacity(" → ".join(holder.chain))
+    cls = max((Class.INPUT_BATCHES, Class.ACTIVATION), key=lambda cls: found.bytes_of(kept & found.of(cls)))
+    items = len(np.unique(found.at.born_step[kept & found.alive]))
+    yield found.finding(
+        cls, "filling_container", "A container fills, up to a fixed number of items", kept,
+        [f"{format_bytes(found.bytes_of(kept))} {found.when}, from {items} steps",
+         "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
+         + f": it ends at {most:,} items, and is no leak"],
+        [Advice("fewer items, a smaller dtype (uint8), or host memory", found.saving(kept, found.replaced(kept)))],
+        holder=holder)
+
+
+def _holder(found: Evidence, grown: Mask) -> Holder | None:
+    """Who holds the most of what grows, as far as the recording looked; without a line where no statement was found."""
+    trace = found.run.trace
     ends = trace["steps"]["end_event"]
     stays = np.searchsorted(ends, found.run.life.died) - np.searchsorted(ends, found.run.life.born) > 1
-    last: dict[int, tuple[int, int]] = {}  # of several looks at an allocation the last counts
-    for allocation, root, chain, line in zip(
-            *(holders[name].tolist() for name in ("allocation", "root", "chain", "line")), strict=True):
-        if allocation != NONE and leaking[allocation]:
-            last.pop(allocation, None)
-            if trace.string(root) != GARBAGE:
-                last[allocation] = chain, line
-    total: dict[tuple[int, int], int] = defaultdict(int)
-    # What is gone a step later has only passed through the place that leaks, save where all of it is made anew.
-    any_stays = any(stays[allocation] for allocation in last)
-    for allocation, kept in last.items():
-        if stays[allocation] or not any_stays:
-            total[kept] += int(trace["allocations"]["bytes"][allocation])
-    if not total:
-        return None
-    chain, line = max(total, key=lambda kept: total[kept])
-    return Holder(relative(trace, trace.string(line)), (trace.string(chain) or "").split(" → "))
+    looks = {allocation: look for allocation, look in last_looks(trace).items()
+             if grown[allocation] and trace.string(look.chain) != GARBAGE}
+    # What is gone a step later has only passed through the place that grows, save where all of it is made anew.
+    staying = {allocation: look for allocation, look in looks.items() if stays[allocation]}
+    return who_holds_most(trace, staying or looks)

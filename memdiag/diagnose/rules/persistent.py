@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
+from memdiag.diagnose.model import Advice, Class, Finding, Mask
 from memdiag.policy import FINDING_SHARE
 from memdiag.trace import Phase, Role
 from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS
@@ -16,9 +16,11 @@ from memdiag.units import format_bytes
 
 def persistent(found: Evidence) -> Iterable[Finding]:
     parameters = found.role == Role.PARAMETERS
+    if found.matters(found.unstepped[1]):
+        yield _unstepped(found)
     for cls, rule in ((Class.OPTIMIZER_STATE, _state), (Class.GRADIENTS, _gradients), (Class.PARAMETERS, _parameters),
                       (Class.INPUT_BATCHES, _inputs)):
-        chosen = found.of(cls)
+        chosen = found.of(cls) & ~found.single
         if found.matters(chosen):
             yield rule(found, chosen, max(found.bytes_of(parameters), 1))
 
@@ -79,6 +81,22 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     return found.finding(Class.GRADIENTS, kind, "Gradients hold most of what stays", chosen, evidence, advice)
 
 
+def _unstepped(found: Evidence) -> Finding:
+    gradients, with_forwards = found.unstepped
+    since = np.where(found.saves.saved, found.saves.last_saved, found.at.life.born)
+    cls = max((Class.ACTIVATION, Class.GRADIENTS), key=lambda cls: found.bytes_of(with_forwards & found.of(cls)))
+    evidence = [f"{format_bytes(found.bytes_of(gradients))} are of parameters that no optimizer of the run has stepped"]
+    advice = [Advice("`requires_grad_(False)` for these parameters", found.saving(gradients))]
+    more = found.bytes_of(with_forwards & ~gradients)
+    if more:
+        evidence.append(f"{format_bytes(more)} more are there for their backward alone")
+        advice.insert(0, Advice("`torch.no_grad()` around their forward, if nothing that it reads is trained",
+                                found.saving(with_forwards, since)))
+    return found.finding(
+        cls, "unstepped_gradients", "Gradients are made that no optimizer uses", with_forwards, evidence, advice,
+        since=since)
+
+
 def _buffers(found: Evidence) -> tuple[Mask, bool]:
     """What holds gradients a second time, and whether a collective works on any of it."""
     trace, claims = found.at.trace, found.at.trace["claims"]
@@ -119,25 +137,8 @@ def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     earlier = found.bytes_of(chosen & (found.at.born_step < found.step))
     if earlier:
         evidence.append(f"{format_bytes(earlier)} of it was there before this step began")
-    saving = found.saving(kept, _replaced(found, kept))
+    saving = found.saving(kept, found.replaced(kept))
     return found.finding(
         Class.INPUT_BATCHES, "kept_batches" if 2 * saving > found.bytes_of(chosen) else "inputs",
         "Input batches stay on the device", chosen, evidence,
         [Advice("move each batch to the device when its turn comes (`pin_memory`, `non_blocking`)", saving or None)])
-
-
-def _replaced(found: Evidence, batches: Mask) -> Ints:
-    """For each allocation, the event at which the one after the next of its kind is born.
-
-    A loop that takes one batch at a time has the last one still while it makes the next.
-    """
-    table, born = found.at.trace["allocations"], found.at.life.born
-    since = found.at.life.died.copy()
-    rows = np.flatnonzero(batches)
-    kinds, group = np.unique(
-        np.stack([table["line"][rows], table["kernel"][rows], table["bytes"][rows]]), axis=1, return_inverse=True)
-    for number in range(kinds.shape[1]):
-        alike = rows[group.reshape(-1) == number]
-        alike = alike[np.argsort(born[alike], kind="stable")]
-        since[alike[:-2]] = born[alike[2:]]
-    return since

@@ -12,7 +12,8 @@ from memdiag.trace import NONE, Role
 
 def snapshots(found: Evidence) -> tuple[Mask, float, int]:
     """What leaks and comes as whole copies of the parameters: in the step that made it, for each parameter at least
-    one storage of its size, made outside modules and not saved by autograd. The optimizer's state has these sizes too.
+    one storage of its size, made outside modules and not saved by autograd. Copies of an optimizer's state have these
+    sizes too; the state that optimizers have now is none.
 
     Returns:
         Which allocations they are; how many copies of the parameters are kept at a time, in the median; and how often
@@ -24,7 +25,8 @@ def snapshots(found: Evidence) -> tuple[Mask, float, int]:
     if len(parameters) < SNAPSHOT_PARAMETERS:
         return nothing, 0.0, 0
     outside = found.at.nest.of(found.at.nest.module, found.at.born_in) == NONE
-    mine = found.growing.leaks & outside & (found.role != Role.SAVED_ACTIVATIONS) & np.isin(found.size, sizes)
+    mine = found.growing.leaks & outside & ~np.isin(
+        found.role, (Role.SAVED_ACTIVATIONS, Role.OPTIMIZER_STATE)) & np.isin(found.size, sizes)
     copies, whole = [], nothing.copy()
     for step in np.unique(found.at.born_step[mine]).tolist():
         kept = np.flatnonzero(mine & (found.at.born_step == step))

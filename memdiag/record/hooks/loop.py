@@ -6,8 +6,9 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +27,15 @@ from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
 from memdiag.record.patch import replaced, uncounted
 from memdiag.trace import Role
+from memdiag.trace.model import STATE, STEPPED
+
+
+class _Known(NamedTuple):
+    """Of an optimizer: its number among those that have stepped, and the claims of what it has."""
+
+    number: int
+    parameters: Standing
+    state: Standing
 
 
 class Loop:
@@ -54,7 +64,8 @@ class Loop:
         self._undo: list[Callable[[], None]] = []
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._gradients = Standing()
-        self._of_optimizers: WeakKeyDictionary[Optimizer, tuple[Standing, Standing]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+        self._number = count(1).__next__
 
     def start(self) -> None:
         self._undo.append(replaced(torch.autograd, "_engine_run_backward", self._watch_backward))
@@ -244,9 +255,8 @@ class Loop:
     def _claim_parameters(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.owns(parameters)
-        of_parameters, _ = self._standing(optimizer)
-        self._marks.instant(m.CLAIM, of_parameters.of(parameters, parameters, lambda: (
-            claim(p, Role.PARAMETERS, self._name_of(p), "a parameter of an optimizer") for p in parameters)))
+        self._marks.instant(m.CLAIM, self._known_of(optimizer).parameters.of(parameters, parameters, lambda: (
+            claim(p, Role.PARAMETERS, self._name_of(p), STEPPED) for p in parameters)))
         # Those that the script has made itself have not been seen after a backward.
         self._claim_grads(parameters)
 
@@ -257,21 +267,21 @@ class Loop:
             for key, value in (list(state.items()) if isinstance(state, dict) else [("", state)])
             if value is not None and not isinstance(value, (int, float))]
         values = [value for _, _, value in states]
-        _, standing = self._standing(optimizer)
-        self._marks.instant(m.CLAIM, standing.of(values, values, lambda: self._claims_of(states)))
+        known = self._known_of(optimizer)
+        self._marks.instant(m.CLAIM, known.state.of(
+            values, values, lambda: self._claims_of(states, STATE.format(known.number))))
 
-    def _claims_of(self, states: list[tuple[Any, str, Any]]) -> Iterator[Claim | None]:
+    def _claims_of(self, states: list[tuple[Any, str, Any]], proof: str) -> Iterator[Claim | None]:
         for owner, key, value in states:
             name = self._name_of(owner) if isinstance(owner, torch.Tensor) else None
             text = None if name is None else f"{name}.{key}"
             for tensor in tensors_in(value):
-                yield claim(tensor, Role.OPTIMIZER_STATE, text, "in an optimizer's state")
+                yield claim(tensor, Role.OPTIMIZER_STATE, text, proof)
 
-    def _standing(self, optimizer: Optimizer) -> tuple[Standing, Standing]:
-        """Of its parameters, of its state."""
-        found = self._of_optimizers.get(optimizer)
+    def _known_of(self, optimizer: Optimizer) -> _Known:
+        found = self._known.get(optimizer)
         if found is None:
-            found = self._of_optimizers[optimizer] = Standing(), Standing()
+            found = self._known[optimizer] = _Known(self._number(), Standing(), Standing())
         return found
 
     # --- batches ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from memdiag.record.frames import locals_of
 from memdiag.record.hooks.saves import Packed
 from memdiag.record.keepers.roots import GENERATOR, GLOBAL, LOCAL, Root, frame_of
+from memdiag.trace.model import BOUNDED_ITEM
 
 VARIABLE, MODULE_VARIABLE, ATTRIBUTE, ITEM, CELL, CACHE, RECORD, GRADIENT, GRAPH, OTHER = range(10)
 NAMED = frozenset({VARIABLE, MODULE_VARIABLE, ATTRIBUTE, CELL, CACHE, RECORD})
@@ -93,7 +94,9 @@ def _link(root: Root, things: list[Any], at: int, hops: Hops, first: bool) -> Li
     if type(parent).__name__ == "_lru_cache_wrapper":
         code = getattr(getattr(parent, "__wrapped__", None), "__code__", None)
         skip = 2 if isinstance(child, dict) and at + 2 < len(things) else 1
-        return Link(CACHE, f"{arrow}its cache", at + skip, code=code, file=getattr(code, "co_filename", None))
+        most = parent.cache_parameters()["maxsize"]
+        text = f"{arrow}its cache" + ("" if most is None else f" {BOUNDED_ITEM.format(most)}")
+        return Link(CACHE, text, at + skip, code=code, file=getattr(code, "co_filename", None))
     if isinstance(parent, MethodType):
         return Link(OTHER, f"{arrow}{parent.__func__.__qualname__}", at + 1)
     if isinstance(parent, CellType):
@@ -121,7 +124,8 @@ def _link(root: Root, things: list[Any], at: int, hops: Hops, first: bool) -> Li
         key = _key(parent, child)
         return Link(ITEM, f"[{key!r}]" if isinstance(key, str) else ANY, at + 1)
     if isinstance(parent, CONTAINERS):
-        return Link(ITEM, ANY, at + 1)
+        most = parent.maxlen if isinstance(parent, deque) else None
+        return Link(ITEM, ANY if most is None else BOUNDED_ITEM.format(most), at + 1)
     slot = _slot(parent, child)
     if slot is not None:
         return _attribute(parent, slot, things, at + 1, dot)

@@ -11,7 +11,7 @@ from memdiag.record.facts import Claim
 from memdiag.record.reading.failures import UNKNOWN, Request
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
-from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS, REPLAYED, UNSEEN, USED, ZEROED
+from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS, REPLAYED, STEPPED, UNSEEN, USED, ZEROED
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -292,8 +292,11 @@ class Heap:
                 live.history = True
 
     def say(self, live: Live, role: Role, name: str | None, proof: str, from_birth: bool = True) -> None:
-        if role in live.claims and (name is None or live.claims[role][0] is not None):
-            return
+        if role in live.claims:
+            had, said, _ = live.claims[role]
+            if (name is None or had is not None) and (proof != STEPPED or said == STEPPED):
+                return
+            name = had or name
         live.claims[role] = name, proof, from_birth
         if live.id != NONE:
             self._claim_row(live, role, name, proof, from_birth)
@@ -336,13 +339,14 @@ class Heap:
         """The script's own operator wrote in place, having read ``sources``.
 
         A buffer that gradients are written into mirrors them (a sum over micro-batches, those of the step before),
-        unless it turns out to want gradients itself. If parameters are updated from it, it is an optimizer's state.
+        unless it turns out to want gradients itself. If parameters are updated from it, it is an optimizer's state; and
+        so is what that is updated from, such as the moments behind a copy of the parameters in full precision.
         """
         target = self._at.get(target_address)
         read = [self._at[address] for address in sources if address in self._at]
         if target is None:
             return
-        if Role.PARAMETERS in target.claims:
+        if Role.PARAMETERS in target.claims or Role.OPTIMIZER_STATE in target.claims:
             for buffer in {id(m): m for live in read for m in live.mirrors}.values():
                 self.say(buffer, Role.OPTIMIZER_STATE, None, "the script updates the parameters from it")
         elif (
