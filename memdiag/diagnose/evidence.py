@@ -1,4 +1,4 @@
-"""The numbers that rules reason from, each computed once."""
+"""What the allocations of a run are, as rules ask of them: classes, and kinds within a class. Each computed once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from memdiag.diagnose.growth import Growing, growing, swelling
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
-from memdiag.diagnose.saves import Saves
-from memdiag.policy import FINDING_SHARE, LEAK_STEPS, PATTERN_SHARE, SNAPSHOT_PARAMETERS, SPARSE_ROWS
+from memdiag.diagnose.moment import Moment
+from memdiag.policy import LEAK_STEPS, PATTERN_SHARE, SNAPSHOT_PARAMETERS, SPARSE_ROWS
 from memdiag.trace import NONE, Kind, Phase, Role, Trace
 from memdiag.trace.model import STEPPED
 from memdiag.trace.nesting import span_rows
-from memdiag.trace.places import Place, at, module_names, operator_names, relative
-from memdiag.trace.view import View
+from memdiag.trace.places import at
 
 _CLASS_OF_ROLE = {
     Role.PARAMETERS: Class.PARAMETERS,
@@ -40,67 +39,12 @@ _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
 
 
-def _column_and_row(signature: str | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of two operands that are alike, save for a last dimension of one that the first has and the second not."""
-    shapes = [tuple(int(n) for n in text.split(",") if n.strip()) for text in _SHAPE.findall(signature or "")]
-    if len(shapes) != 2:
-        return None
-    row, column = sorted(shapes, key=len)
-    return (column, row) if row and row[-1] > 1 and column == (*row, 1) else None
-
-
-def _owners(trace: Trace, names: Ints) -> list[int]:
-    """Numbers of the names of the modules that have these parameters."""
-    return trace.numbers(*{(trace.string(name) or "").rpartition(".")[0] for name in names.tolist()} - {""})
-
-
-class Evidence:
-    """A run, and the moment of its peak. Masks are over all allocations of ``at``, so that a rule that says what
-    stands out at the peak also says what else in the run is of the same kind.
-
-    Attributes:
-        run: the view of the whole run.
-        at: the view that holds the events around the peak: the run's, or that of its highest light step.
-        event: the event that made the peak, in ``at``; or another one to look at instead, where one is given.
-        peak_bytes: live then.
-        size: bytes of each allocation; 0 where it is not of the device's allocator.
-        alive: whether it was live at the peak.
-        role: what it was then; for others, what it was at first.
-        when: the moment, in a sentence.
-    """
-
-    when = "at the peak"
-
-    def __init__(self, run: View, at: View, event: int | None = None) -> None:
-        self.run, self.at = run, at
-        self.event, self.peak_bytes = run.worst.event, run.worst.bytes
-        if event is not None:
-            self.event, self.peak_bytes = event, at.live_after(event)
-        self.size: Ints = np.where(at.mine, at.trace["allocations"]["bytes"], 0)
-        self.alive: Mask = at.mine & (at.life.born <= self.event) & (at.life.died > self.event)
-        everything = np.arange(len(self.size), dtype=np.int64)
-        self.role: Ints = at.roles.of(everything, np.where(self.alive, self.event, at.life.born)).astype(np.int64)
-
-    @cached_property
-    def step(self) -> int:
-        """The step of the peak; NONE outside steps."""
-        step, _, _ = self.at.where(self.event)
-        return NONE if step is None else step
-
-    @cached_property
-    def phase(self) -> str | None:
-        """The phase of the peak."""
-        return self.at.where(self.event)[1]
-
-    @cached_property
-    def saves(self) -> Saves:
-        return Saves(self.at)
+class Evidence(Moment):
+    """The moment of the peak, and what is what. Masks are over all allocations, as those of a moment are."""
 
     @cached_property
     def growing(self) -> Growing:
         return growing(self.run)
-
-    # --- classes ------------------------------------------------------------------------------------------------
 
     @cached_property
     def classes(self) -> NDArray[np.object_]:
@@ -174,12 +118,6 @@ class Evidence:
     def concatenated(self) -> Mask:
         """Made by operators that put tensors together."""
         return self.made_by(*_GATHERING)
-
-    def made_by(self, *operators: str) -> Mask:
-        """Allocations that one of these operators made."""
-        found: Mask = np.isin(
-            operator_names(self.at.trace, self.at.nest, self.at.born_in), self.at.trace.numbers(*operators))
-        return found
 
     @cached_property
     def broadcast(self) -> tuple[Mask, tuple[tuple[int, ...], tuple[int, ...]] | None]:
@@ -311,8 +249,7 @@ class Evidence:
         elements = np.zeros(len(spans["id"]), dtype=np.int64)  # of the table, where it is much larger than the lookup
         indices = rows = 0
         for node, operator in zip(nodes.tolist(), lookup[nodes].tolist(), strict=True):
-            shapes = _SHAPE.findall(trace.string(int(spans["signature"][operator])) or "")
-            table, wanted = ([int(n) for n in shape.split(",") if n.strip()] for shape in [*shapes, "", ""][:2])
+            table, wanted = [*_shapes(trace.string(int(spans["signature"][operator]))), (), ()][:2]
             if len(table) == 2 and table[0] >= SPARSE_ROWS * math.prod(wanted):
                 elements[node] = math.prod(table)
                 indices, rows = max((indices, rows), (math.prod(wanted), table[0]), key=lambda found: found[1])
@@ -327,130 +264,6 @@ class Evidence:
         found: Mask = inside & (self.role == Role.SAVED_ACTIVATIONS) & self.of(Class.ACTIVATION)
         return found
 
-    # --- figures ------------------------------------------------------------------------------------------------
-
-    def bytes_of(self, chosen: Mask) -> int:
-        """Bytes of ``chosen`` that are alive at the peak."""
-        return int(self.size[chosen & self.alive].sum())
-
-    def matters(self, chosen: Mask) -> bool:
-        """Whether ``chosen`` is enough of the peak to be a finding."""
-        return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
-
-    def without(
-        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
-        part: Ints | None = None,
-    ) -> tuple[int, int]:
-        """The peak that would be left without these allocations.
-
-        Args:
-            since: of each allocation, the event from which on it would be gone; its birth where None.
-            during: phases in which they would be gone; all where there are none.
-            keeping: bytes of them that would be there at any time, if as much is.
-            part: bytes of each, of those that are not chosen, that would be gone as long as it lives.
-
-        Returns:
-            Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
-            ``at`` does.
-        """
-        line, life = self.at.line, self.at.life
-        start = life.born if since is None else np.maximum(since, life.born)
-        before = line.start_bytes - max(0, int(self.size[chosen & (start == NONE)].sum()) - keeping)
-        start = np.maximum(start, 0)
-        gone = chosen & (start < life.died)
-        delta = np.zeros(len(line.live) + 1, dtype=np.int64)
-        np.add.at(delta, start[gone], self.size[gone])
-        np.subtract.at(delta, life.died[gone], self.size[gone])
-        freed = np.maximum(np.cumsum(delta[:-1]) - keeping, 0)
-        if part is not None:
-            delta[:] = 0
-            smaller = np.flatnonzero((part > 0) & ~chosen & (life.born != NONE))
-            np.add.at(delta, life.born[smaller], part[smaller])
-            np.subtract.at(delta, life.died[smaller], part[smaller])
-            freed += np.cumsum(delta[:-1])
-        if during:
-            freed[~self.within(during)] = 0
-        left = line.live - freed
-        best = int(left.argmax()) if len(left) else NONE
-        highest = max(before, int(left[best]) if len(left) else 0)
-        folded = self.run.trace["phase_peaks"]
-        elsewhere = int(folded["bytes"][folded["step"] != self.step].max(initial=0))
-        if self.at is not self.run:
-            elsewhere = max(elsewhere, self.run.line.peak_bytes)
-        if elsewhere > highest:
-            return elsewhere, NONE
-        return highest, best if highest > before else NONE
-
-    def within(self, phases: tuple[Phase, ...]) -> Mask:
-        """Events of these phases."""
-        trace = self.at.trace
-        found: Mask = np.isin(
-            at(trace["spans"]["name"], self.at.phases), trace.numbers(*(phase.label for phase in phases)))
-        return found
-
-    def saving(
-        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
-        part: Ints | None = None,
-    ) -> int:
-        """Bytes by which the peak would fall without ``chosen``: fewer than they are where it then lies elsewhere."""
-        return self.peak_bytes - self.without(chosen, since, during, keeping, part)[0]
-
-    def step_ends(self) -> Ints:
-        """For each allocation, the event at which the step that made it ends."""
-        spans, nest = self.at.trace["spans"], self.at.nest
-        step = nest.of(nest.step, self.at.born_in)
-        ends = np.zeros(len(self.size), dtype=np.int64)
-        ends[step != NONE] = spans["end_event"][step[step != NONE]]
-        return ends
-
-    def kept_since(self) -> Ints:
-        """For each allocation, the event from which on nothing but who keeps it needs it.
-
-        What no backward reads is of no use once the outermost module call that made it is over, and what one does read
-        when it last did so in its own step; else it is needed until that step ends.
-        """
-        spans, nest, ends = self.at.trace["spans"], self.at.nest, self.step_ends()
-        read = self.saves.last_read
-        module = nest.of(nest.outer_module, self.at.born_in)
-        since = ends.copy()
-        unread = self.saves.never_read & (module != NONE)
-        since[unread] = spans["end_event"][module[unread]]
-        in_step = (read != NONE) & (read < ends)
-        since[in_step] = read[in_step]
-        return since
-
-    def replaced(self, chosen: Mask) -> Ints:
-        """For each allocation, the event at which the one after the next of its kind is born.
-
-        A loop that takes one batch at a time has the last one still while it makes the next.
-        """
-        table, born = self.at.trace["allocations"], self.at.life.born
-        since = self.at.life.died.copy()
-        rows = np.flatnonzero(chosen)
-        kinds, group = np.unique(
-            np.stack([table["line"][rows], table["kernel"][rows], table["bytes"][rows]]), axis=1, return_inverse=True)
-        for number in range(kinds.shape[1]):
-            alike = rows[group.reshape(-1) == number]
-            alike = alike[np.argsort(born[alike], kind="stable")]
-            since[alike[:-2]] = born[alike[2:]]
-        return since
-
-    def main_birth(self, chosen: Mask) -> Place:
-        """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""
-        trace = self.at.trace
-        mine = np.flatnonzero(chosen & self.alive)
-        if not len(mine):
-            return Place(None, None, None)
-        rows = self.at.born_in[mine]
-        key = np.stack([
-            module_names(trace, self.at.nest, rows), operator_names(trace, self.at.nest, rows),
-            trace["allocations"]["line"][mine]], axis=1)
-        keys, group = np.unique(key, axis=0, return_inverse=True)
-        total = np.zeros(len(keys), dtype=np.int64)
-        np.add.at(total, group.reshape(-1), self.size[mine])
-        module, operator, line = (trace.string(int(number)) for number in keys[total.argmax()])
-        return Place(module, operator, relative(trace, line))
-
     def finding(
         self, cls: Class, kind: str, title: str, chosen: Mask, evidence: list[str], advice: list[Advice],
         severity: Severity | None = None, holder: Holder | None = None, since: Ints | None = None,
@@ -464,3 +277,21 @@ class Evidence:
             cls, kind, title, severity, size, share, evidence, advice, self.main_birth(chosen).line, holder,
             chosen, since)
 
+
+def _shapes(signature: str | None) -> list[tuple[int, ...]]:
+    """Of the tensors that an operator was given."""
+    return [tuple(int(n) for n in text.split(",") if n.strip()) for text in _SHAPE.findall(signature or "")]
+
+
+def _column_and_row(signature: str | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of two operands that are alike, save for a last dimension of one that the first has and the second not."""
+    shapes = _shapes(signature)
+    if len(shapes) != 2:
+        return None
+    row, column = sorted(shapes, key=len)
+    return (column, row) if row and row[-1] > 1 and column == (*row, 1) else None
+
+
+def _owners(trace: Trace, names: Ints) -> list[int]:
+    """Numbers of the names of the modules that have these parameters."""
+    return trace.numbers(*{(trace.string(name) or "").rpartition(".")[0] for name in names.tolist()} - {""})

@@ -1,0 +1,185 @@
+"""A moment of a run: what is alive then, what it is, and what would be left without some of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from memdiag.diagnose.model import Ints, Mask
+from memdiag.diagnose.saves import Saves
+from memdiag.policy import FINDING_SHARE
+from memdiag.trace import NONE, Phase
+from memdiag.trace.places import Place, at, module_names, operator_names, relative
+from memdiag.trace.view import View
+
+
+class Moment:
+    """A run, and the moment of its peak. Masks are over all allocations of ``at``, so that a rule that says what
+    stands out at the peak also says what else in the run is of the same kind.
+
+    Attributes:
+        run: the view of the whole run.
+        at: the view that holds the events around the peak: the run's, or that of its highest light step.
+        event: the event that made the peak, in ``at``; or another one to look at instead, where one is given.
+        peak_bytes: live then.
+        size: bytes of each allocation; 0 where it is not of the device's allocator.
+        alive: whether it was live at the peak.
+        role: what it was then; for others, what it was at first.
+        when: the moment, in a sentence.
+    """
+
+    when = "at the peak"
+
+    def __init__(self, run: View, at: View, event: int | None = None) -> None:
+        self.run, self.at = run, at
+        self.event, self.peak_bytes = run.worst.event, run.worst.bytes
+        if event is not None:
+            self.event, self.peak_bytes = event, at.live_after(event)
+        self.size: Ints = np.where(at.mine, at.trace["allocations"]["bytes"], 0)
+        self.alive: Mask = at.mine & (at.life.born <= self.event) & (at.life.died > self.event)
+        everything = np.arange(len(self.size), dtype=np.int64)
+        self.role: Ints = at.roles.of(everything, np.where(self.alive, self.event, at.life.born)).astype(np.int64)
+
+    @cached_property
+    def step(self) -> int:
+        """The step of the peak; NONE outside steps."""
+        step, _, _ = self.at.where(self.event)
+        return NONE if step is None else step
+
+    @cached_property
+    def phase(self) -> str | None:
+        """The phase of the peak."""
+        return self.at.where(self.event)[1]
+
+    @cached_property
+    def saves(self) -> Saves:
+        return Saves(self.at)
+
+    def made_by(self, *operators: str) -> Mask:
+        """Allocations that one of these operators made."""
+        found: Mask = np.isin(
+            operator_names(self.at.trace, self.at.nest, self.at.born_in), self.at.trace.numbers(*operators))
+        return found
+
+    def bytes_of(self, chosen: Mask) -> int:
+        """Bytes of ``chosen`` that are alive at the peak."""
+        return int(self.size[chosen & self.alive].sum())
+
+    def matters(self, chosen: Mask) -> bool:
+        """Whether ``chosen`` is enough of the peak to be a finding."""
+        return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
+
+    def without(
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
+        part: Ints | None = None,
+    ) -> tuple[int, int]:
+        """The peak that would be left without these allocations.
+
+        Args:
+            since: of each allocation, the event from which on it would be gone; its birth where None.
+            during: phases in which they would be gone; all where there are none.
+            keeping: bytes of them that would be there at any time, if as much is.
+            part: bytes of each, of those that are not chosen, that would be gone as long as it lives.
+
+        Returns:
+            Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
+            ``at`` does.
+        """
+        line, life = self.at.line, self.at.life
+        start = life.born if since is None else np.maximum(since, life.born)
+        before = line.start_bytes - max(0, int(self.size[chosen & (start == NONE)].sum()) - keeping)
+        start = np.maximum(start, 0)
+        gone = chosen & (start < life.died)
+        delta = np.zeros(len(line.live) + 1, dtype=np.int64)
+        np.add.at(delta, start[gone], self.size[gone])
+        np.subtract.at(delta, life.died[gone], self.size[gone])
+        freed = np.maximum(np.cumsum(delta[:-1]) - keeping, 0)
+        if part is not None:
+            delta[:] = 0
+            smaller = np.flatnonzero((part > 0) & ~chosen & (life.born != NONE))
+            np.add.at(delta, life.born[smaller], part[smaller])
+            np.subtract.at(delta, life.died[smaller], part[smaller])
+            freed += np.cumsum(delta[:-1])
+        if during:
+            freed[~self.within(during)] = 0
+        left = line.live - freed
+        best = int(left.argmax()) if len(left) else NONE
+        highest = max(before, int(left[best]) if len(left) else 0)
+        folded = self.run.trace["phase_peaks"]
+        elsewhere = int(folded["bytes"][folded["step"] != self.step].max(initial=0))
+        if self.at is not self.run:
+            elsewhere = max(elsewhere, self.run.line.peak_bytes)
+        if elsewhere > highest:
+            return elsewhere, NONE
+        return highest, best if highest > before else NONE
+
+    def within(self, phases: tuple[Phase, ...]) -> Mask:
+        """Events of these phases."""
+        trace = self.at.trace
+        found: Mask = np.isin(
+            at(trace["spans"]["name"], self.at.phases), trace.numbers(*(phase.label for phase in phases)))
+        return found
+
+    def saving(
+        self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
+        part: Ints | None = None,
+    ) -> int:
+        """Bytes by which the peak would fall without ``chosen``: fewer than they are where it then lies elsewhere."""
+        return self.peak_bytes - self.without(chosen, since, during, keeping, part)[0]
+
+    def step_ends(self) -> Ints:
+        """For each allocation, the event at which the step that made it ends."""
+        spans, nest = self.at.trace["spans"], self.at.nest
+        step = nest.of(nest.step, self.at.born_in)
+        ends = np.zeros(len(self.size), dtype=np.int64)
+        ends[step != NONE] = spans["end_event"][step[step != NONE]]
+        return ends
+
+    def kept_since(self) -> Ints:
+        """For each allocation, the event from which on nothing but who keeps it needs it.
+
+        What no backward reads is of no use once the outermost module call that made it is over, and what one does read
+        when it last did so in its own step; else it is needed until that step ends.
+        """
+        spans, nest, ends = self.at.trace["spans"], self.at.nest, self.step_ends()
+        read = self.saves.last_read
+        module = nest.of(nest.outer_module, self.at.born_in)
+        since = ends.copy()
+        unread = self.saves.never_read & (module != NONE)
+        since[unread] = spans["end_event"][module[unread]]
+        in_step = (read != NONE) & (read < ends)
+        since[in_step] = read[in_step]
+        return since
+
+    def replaced(self, chosen: Mask) -> Ints:
+        """For each allocation, the event at which the one after the next of its kind is born.
+
+        A loop that takes one batch at a time has the last one still while it makes the next.
+        """
+        table, born = self.at.trace["allocations"], self.at.life.born
+        since = self.at.life.died.copy()
+        rows = np.flatnonzero(chosen)
+        kinds, group = np.unique(
+            np.stack([table["line"][rows], table["kernel"][rows], table["bytes"][rows]]), axis=1, return_inverse=True)
+        for number in range(kinds.shape[1]):
+            alike = rows[group.reshape(-1) == number]
+            alike = alike[np.argsort(born[alike], kind="stable")]
+            since[alike[:-2]] = born[alike[2:]]
+        return since
+
+    def main_birth(self, chosen: Mask) -> Place:
+        """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""
+        trace = self.at.trace
+        mine = np.flatnonzero(chosen & self.alive)
+        if not len(mine):
+            return Place(None, None, None)
+        rows = self.at.born_in[mine]
+        key = np.stack([
+            module_names(trace, self.at.nest, rows), operator_names(trace, self.at.nest, rows),
+            trace["allocations"]["line"][mine]], axis=1)
+        keys, group = np.unique(key, axis=0, return_inverse=True)
+        total = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(total, group.reshape(-1), self.size[mine])
+        module, operator, line = (trace.string(int(number)) for number in keys[total.argmax()])
+        return Place(module, operator, relative(trace, line))
