@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,17 @@ class Side:
 
 @dataclass(frozen=True)
 class ComparedLine:
-    """What was alive at both peaks of one place of birth, in bytes."""
+    """What was alive at both peaks of one place of birth, in bytes.
+
+    Attributes:
+        place: as it is in A, where it is in both.
+        b_line: its line in B, where the script was changed so that it is another one; else None.
+    """
 
     place: Place
     a_bytes: int
     b_bytes: int
+    b_line: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,37 @@ def compare(a: View, b: View) -> Comparison:
     lines = []
     first, second = (side.places for side in sides)
     if first is not None and second is not None:
-        lines = [ComparedLine(place, first.get(place, 0), second.get(place, 0)) for place in {**first, **second}]
+        shifted = _shifted(first, second)
+        lines = [
+            ComparedLine(place, size, second.get(place, 0)) if place not in shifted else
+            ComparedLine(place, size, second[shifted[place]], shifted[place].line)
+            for place, size in first.items()]
+        moved = set(shifted.values())
+        lines += [ComparedLine(place, 0, size) for place, size in second.items()
+                  if place not in first and place not in moved]
         lines.sort(key=lambda line: (-abs(line.b_bytes - line.a_bytes), -line.a_bytes))
     return Comparison(*sides, lines, list(_reasons((a, b), sides)))
+
+
+def _shifted(first: Mapping[Place, int], second: Mapping[Place, int]) -> dict[Place, Place]:
+    """Places that are on other lines in the second run: of those that only one of the runs has, as many in the one as
+    in the other, with the same module, operator and file, in the order of their lines."""
+
+    def alone(mine: Mapping[Place, int], others: Mapping[Place, int]) -> dict[tuple[Any, ...], list[Place]]:
+        found: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+        for place in mine:
+            if place not in others and place.line is not None:
+                found[place.module, place.operator, place.line.rpartition(":")[0]].append(place)
+        return {key: sorted(places, key=_number) for key, places in found.items()}
+
+    there = alone(second, first)
+    return {
+        a: b for key, places in alone(first, second).items() if len(places) == len(there.get(key, ()))
+        for a, b in zip(places, there[key], strict=True)}
+
+
+def _number(place: Place) -> int:
+    return int((place.line or "").rpartition(":")[2] or 0)
 
 
 def _side(view: View) -> Side:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import replace
 from typing import Any
 
-from memdiag.diagnose.compare import Comparison, Side
+from memdiag.diagnose.compare import ComparedLine, Comparison, Side
 from memdiag.policy import COMPARED_LINES
 from memdiag.report.json import SCHEMA_VERSION
 from memdiag.report.layout import INDENT, facts, paragraph, table, words
 from memdiag.report.places import folded
 from memdiag.report.places import words as place_words
+from memdiag.trace.places import Place
 from memdiag.units import format_bytes
 
 
@@ -26,7 +28,8 @@ def comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
         "why_not": comparison.why_not,
         "peak": {"a_bytes": a.peak_bytes, "b_bytes": b.peak_bytes},
         "roles": {role.label: {"a_bytes": size, "b_bytes": b.roles[role]} for role, size in a.roles.items()},
-        "lines": [{**vars(line.place), "a_bytes": line.a_bytes, "b_bytes": line.b_bytes} for line in comparison.lines],
+        "lines": [{**vars(line.place), "a_bytes": line.a_bytes, "b_bytes": line.b_bytes, "b_line": line.b_line}
+                  for line in comparison.lines],
     }
 
 
@@ -89,11 +92,18 @@ def _figures(first: int, second: int) -> list[str]:
     return [format_bytes(first), format_bytes(second), _signed(second - first) if first != second else "-"]
 
 
+def _words(line: ComparedLine) -> Place:
+    """The place, with both lines where they differ."""
+    if line.b_line is None:
+        return line.place
+    return replace(line.place, line=f"{line.place.line} (B: {line.b_line.rpartition(':')[2]})")
+
+
 def _lines(comparison: Comparison) -> list[str]:
     title = "What moved the peak, by the place that allocated it"
     if comparison.a.places is None or comparison.b.places is None:
         return [title, f"{INDENT}not known: the events of a peak were not kept"]
-    pairs = {line.place: (line.a_bytes, line.b_bytes) for line in comparison.lines if line.a_bytes != line.b_bytes}
+    pairs = {_words(line): (line.a_bytes, line.b_bytes) for line in comparison.lines if line.a_bytes != line.b_bytes}
     moved = [(sum(first for first, _ in both), sum(second for _, second in both), place)
              for place, both in folded(pairs, alike=True).items()]
     moved.sort(key=lambda row: (-abs(row[1] - row[0]), -row[0]))
