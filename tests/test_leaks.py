@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from recording import Seen, record_script
 
+from memdiag.diagnose import Class, diagnose
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, UNCOLLECTED
+from memdiag.trace.view import View
 
 STEPS = 9
 FIRST = 100_003  # floats of the first way; each next one has a thousand more
@@ -579,3 +581,40 @@ def test_what_a_library_keeps_is_told_by_the_call_of_it(tmp_path: Path) -> None:
     found = [row for row in holders(seen, 300 * 300 * 4) if "old_dirs" in row[2]]
     assert found
     assert {row[3] for row in found} == lines(tmp_path, "script.py", "keeps")
+
+
+WINDOWS = """
+from collections import deque
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(50, 100), nn.ReLU(), nn.Linear(100, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches, losses = deque(maxlen=100), deque(maxlen=100)
+for step in range(12):
+    x = torch.ones(1000, 50)
+    KEEP
+    loss = model(x).mean()
+    losses.append(loss.NUMBER)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    validation = model(torch.ones(1000, 50)).mean()
+    losses.append(validation.NUMBER)
+"""
+
+
+@pytest.mark.parametrize(
+    ("keep", "number", "cls", "kind"),
+    [("batches.append(x)", "item()", Class.INPUT_BATCHES, "filling_container"),
+     ("pass", "abs()", Class.LEAK, "growth")], ids=["batches", "graphs"])
+def test_a_window_of_batches_ends_and_one_of_graphs_is_a_leak(
+        tmp_path: Path, keep: str, number: str, cls: Class, kind: str) -> None:
+    # GIVEN a container of at most a hundred items, with fewer in it yet: batches, or losses with their graphs
+    seen = record_script(tmp_path, WINDOWS.replace("KEEP", keep).replace("NUMBER", number))
+    # WHEN diagnosed, THEN what was meant to be kept is no leak, and graphs are one
+    found = diagnose(View(seen.trace))
+    assert found.verdict.cls is cls
+    assert found.findings[0].kind == kind
+    assert found.findings[0].holder is not None
+    assert "[* of 100]" in " ".join(found.findings[0].holder.chain)

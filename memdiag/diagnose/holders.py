@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from memdiag.diagnose.model import Holder
 from memdiag.trace import NONE, Trace
-from memdiag.trace.model import BOUNDED_ITEM
+from memdiag.trace.model import BOUNDED_ITEM, ITS_GRAPH
 from memdiag.trace.places import relative
 
-_BOUNDED = re.compile(re.escape(BOUNDED_ITEM).replace(r"\{\}", r"(\d+)"))
+_BOUNDED = re.compile(re.escape(BOUNDED_ITEM).replace(r"\{\}", r"(\d+)") + f"(?!.*{re.escape(ITS_GRAPH)})")
 
 
 class Look(NamedTuple):
@@ -44,6 +44,7 @@ def who_holds_most(trace: Trace, looks: Mapping[int, Look]) -> Holder | None:
 
 
 def capacity(chain: str | None) -> int | None:
-    """How many items the container may have that a chain leads through; None where there is no limit."""
+    """How many items the container may have that a chain leads through; None where there is no limit, and where it
+    leads on through a graph: nobody means to keep those, however few."""
     found = _BOUNDED.search(chain or "")
     return int(found[1]) if found else None

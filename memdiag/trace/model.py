@@ -164,6 +164,9 @@ GRAPH_CYCLE = "a cycle that nothing frees: a tensor, and the graph that leads to
 UNCOLLECTED = "a cycle that outlived a garbage collection: something outside Python has a part in it"
 """Roots of holders where no variable leads to an allocation. What is only garbage is no leak."""
 
+ITS_GRAPH = "its graph"
+"""In the chain of a holder: what follows is kept by autograd's graph."""
+
 BOUNDED_ITEM = "[* of {}]"
 """In the chain of a holder: an item of a container that keeps no more than so many (a deque's ``maxlen``)."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from memdiag.record.frames import locals_of
 from memdiag.record.hooks.saves import Packed
 from memdiag.record.keepers.roots import GENERATOR, GLOBAL, LOCAL, Root, frame_of
-from memdiag.trace.model import BOUNDED_ITEM
+from memdiag.trace.model import BOUNDED_ITEM, ITS_GRAPH
 
 VARIABLE, MODULE_VARIABLE, ATTRIBUTE, ITEM, CELL, CACHE, RECORD, GRADIENT, GRAPH, OTHER = range(10)
 NAMED = frozenset({VARIABLE, MODULE_VARIABLE, ATTRIBUTE, CELL, CACHE, RECORD})
@@ -81,7 +81,7 @@ def _link(root: Root, things: list[Any], at: int, hops: Hops, first: bool) -> Li
     if hop == GRADIENT:
         return Link(GRADIENT, f"{dot}grad", at + 1)
     if hop == GRAPH:
-        return Link(GRAPH, f"{arrow}its graph ({_node_name(parent)} …)", at + 1)
+        return Link(GRAPH, f"{arrow}{ITS_GRAPH} ({_node_name(parent)} …)", at + 1)
     if isinstance(parent, type):
         if isinstance(child, dict) and at + 2 < len(things):  # the class's own dictionary
             name = str(_key(child, things[at + 2]))
@@ -94,9 +94,8 @@ def _link(root: Root, things: list[Any], at: int, hops: Hops, first: bool) -> Li
     if type(parent).__name__ == "_lru_cache_wrapper":
         code = getattr(getattr(parent, "__wrapped__", None), "__code__", None)
         skip = 2 if isinstance(child, dict) and at + 2 < len(things) else 1
-        most = parent.cache_parameters()["maxsize"]
-        text = f"{arrow}its cache" + ("" if most is None else f" {BOUNDED_ITEM.format(most)}")
-        return Link(CACHE, text, at + skip, code=code, file=getattr(code, "co_filename", None))
+        # With or without a limit: the usual one, of 128 results, is none for tensors.
+        return Link(CACHE, f"{arrow}its cache", at + skip, code=code, file=getattr(code, "co_filename", None))
     if isinstance(parent, MethodType):
         return Link(OTHER, f"{arrow}{parent.__func__.__qualname__}", at + 1)
     if isinstance(parent, CellType):
