@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from traces import AnyRun, TraceBuilder, any_runs, training_run, write
 
 from memdiag.diagnose import Class, Diagnosis, diagnose
 from memdiag.diagnose.evidence import Evidence
-from memdiag.trace import Phase, Role, Trace
+from memdiag.trace import NONE, Phase, Role, Trace
 from memdiag.trace.model import SCHEMA
 from memdiag.trace.timeline import timeline
 from memdiag.trace.view import View
@@ -174,6 +175,39 @@ class TestWithout:
         chosen = np.arange(len(found.size)) % 2 == 0
         # WHEN they are taken out of the trace THEN its peak is what was said
         assert found.without(chosen)[0] == timeline(stripped(trace, chosen), view.device).peak_bytes
+
+    @given(any_runs())
+    def test_the_peak_of_smaller_allocations_is_that_of_a_trace_in_which_they_are(self, any_run: AnyRun) -> None:
+        # GIVEN any run recorded in full, and a part of each allocation of it, of every second one all
+        trace = any_run.trace
+        view = View(trace)
+        if view.of_peak is not view or len(trace["phase_peaks"]["bytes"]):
+            return
+        found = Evidence(view, view)
+        chosen = np.arange(len(found.size)) % 2 == 0
+        part = np.where(view.life.born != NONE, found.size // 3, 0)
+        # WHEN the others are smaller by it in the trace THEN its peak is what was said
+        smaller = {**trace["allocations"], "bytes": trace["allocations"]["bytes"] - np.where(chosen, 0, part)}
+        shrunk = Trace(trace.about, trace.text, {**trace.tables, "allocations": smaller})
+        assert found.without(chosen, part=part)[0] == timeline(stripped(shrunk, chosen), view.device).peak_bytes
+
+    @given(any_runs(), st.integers(0, 4096))
+    def test_what_is_kept_of_it_is_there_at_any_time(self, any_run: AnyRun, keeping: int) -> None:
+        # GIVEN any run recorded in full, every second of its allocations, and bytes of them that stay
+        trace = any_run.trace
+        view = View(trace)
+        if view.of_peak is not view or len(trace["phase_peaks"]["bytes"]):
+            return
+        found = Evidence(view, view)
+        chosen = np.arange(len(found.size)) % 2 == 0
+        # WHEN the bytes alive are summed at each event, one by one, before the first too
+        highest = 0
+        for event in range(NONE, len(view.line.live)):
+            alive = (view.life.born <= event) & (view.life.died > event)
+            mine, others = (int(found.size[alive & which].sum()) for which in (chosen, ~chosen))
+            highest = max(highest, others + min(mine, keeping))
+        # THEN their highest is what was said
+        assert found.without(chosen, keeping=keeping)[0] == highest
 
     def test_what_a_finding_says_is_what_the_trace_without_it_shows(self) -> None:
         for trace in (training_run(4, width=8 * MIB, layers=6).build(), training_run(4, width=8 * MIB).build()):

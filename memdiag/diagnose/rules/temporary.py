@@ -36,6 +36,8 @@ def temporary(found: Evidence) -> Iterable[Finding]:
     title, advice = _WORDS[kind]
     if kind == "optimizer_temporaries" and not _in_lists(found, chosen):
         advice = _ONE_BY_ONE
+    if kind == "scratch" and place.module is not None:
+        title, advice = _EVALUATION
     yield found.finding(
         Class.WORKSPACE, kind, title, chosen, evidence,
         [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
@@ -63,6 +65,8 @@ def _in_lists(found: Evidence, chosen: Mask) -> bool:
 
 
 _ONE_BY_ONE = "`fused=True` where the optimizer has it: it needs no temporaries"
+_EVALUATION = (
+    "A model's forward without gradients makes large temporaries", "smaller batches where gradients are off, or chunks")
 _WORDS = {
     "optimizer_temporaries": (
         "The optimizer's step makes temporaries as large as the parameters",
