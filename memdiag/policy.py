@@ -63,6 +63,10 @@ SNAPSHOT_PARAMETERS = 2
 """Parameters that a model must have for storages of their sizes to be copies of it: of a single one, any tensor may
 have the size by chance."""
 
+SAMPLES = 4
+"""How many times as large as the parameters' gradients those of single samples must be: of fewer samples they are no
+shortage, and a batch's own activations have twice or thrice a weight's size by chance."""
+
 ACCUMULATION_STEPS = 2
 """Steps of the optimizer that must have gone wrong with their gradients for it to be a mistake: a backward before the
 loop, to have memory reserved or a graph compiled, is thrown away once and on purpose."""

@@ -154,11 +154,14 @@ def _sentence(found: Evidence, cls: Class, findings: list[Finding], phase: str |
     first = next((finding for finding in findings if finding.cls is cls), None)
     peak = format_bytes(found.peak_bytes)
     if cls is Class.NONE:
-        return f"No shortage and no growth: the peak is {peak}, and nothing needs to be done."
+        growth = " that matters" if found.growing.growth.bytes_per_step else ""
+        return f"No shortage and no growth{growth}: the peak is {peak}, and nothing needs to be done."
     share = found.by_class.get(cls, 0) / found.peak_bytes if found.peak_bytes else 0.0
     where = "" if phase is None else f", {_IN_PHASE.get(phase, f'in {phase}')}"
     if cls is Class.HOST_MEMORY and first is not None:
         return f"{first.title}, its tensors not counted; they peak at {peak}{where}."
+    if cls is Class.LEAK and first is not None and not first.bytes:
+        return f"{first.title}; the peak is {peak}{where}."
     if cls is Class.LEAK and first is not None:
         return f"{first.title}: what earlier steps left is {first.share:.0%} of the peak of {peak}{where}."
     if cls is Class.UNDETERMINED:
@@ -172,7 +175,8 @@ def _runner_up(found: Evidence, findings: list[Finding]) -> RunnerUp | None:
     first = next((f for f in findings if f.allocations is not None and f.severity is not Severity.LOW), None)
     if first is None or first.allocations is None:
         return None
-    left, event = found.without(first.allocations, first.since)
+    gone = first.allocations if first.cured is None else first.cured
+    left, event = found.without(gone, first.since, part=first.part)
     step, phase, place = found.at.where(event)
     return RunnerUp(
         left, step, phase, place.module, place.operator, place.line, f"without finding {findings.index(first) + 1}")

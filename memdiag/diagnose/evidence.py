@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from memdiag.diagnose.growth import Growing, growing, swelling
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.moment import Moment
-from memdiag.policy import LEAK_STEPS, PATTERN_SHARE, SNAPSHOT_PARAMETERS, SPARSE_ROWS
+from memdiag.policy import LEAK_STEPS, PATTERN_SHARE, SAMPLES, SNAPSHOT_PARAMETERS, SPARSE_ROWS
 from memdiag.trace import NONE, Kind, Phase, Role, Trace
 from memdiag.trace.model import STEPPED
 from memdiag.trace.nesting import span_rows
@@ -34,6 +34,11 @@ _CLASS_OF_ROLE = {
 
 # Operators that put tensors together, by copying them.
 _GATHERING = ("aten::cat", "aten::concat", "aten::concatenate", "aten::stack", "aten::vstack", "aten::hstack")
+
+# Operators that compare what was found with what was wanted, one by one.
+_DIFFERENCES = (
+    "aten::sub", "aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss",
+    "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits")
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
@@ -121,12 +126,13 @@ class Evidence(Moment):
 
     @cached_property
     def broadcast(self) -> tuple[Mask, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Results of operators on a column and a row, [n, 1] and [n]: each element of the one with each of the other.
+        """Differences of a column and a row, [n, 1] and [n]: of each element of the one from each of the other.
 
         Returns:
             Which they are, where they matter; and the largest pair of operands, None where they do not.
         """
-        texts = np.unique(self.at.trace["spans"]["signature"])
+        spans = self.at.trace["spans"]
+        texts = np.unique(spans["signature"][np.isin(spans["name"], self.at.trace.numbers(*_DIFFERENCES))])
         pairs = [pair for text in texts.tolist() if (pair := _column_and_row(self.at.trace.string(text))) is not None]
         mine = self._passing & self.saves.alike([(*row, row[-1]) for _, row in pairs])
         if not pairs or not self.matters(mine):
@@ -179,7 +185,7 @@ class Evidence(Moment):
         if len(sizes) < SNAPSHOT_PARAMETERS or not len(there) or not sizes.all():
             return nothing, 0
         times, rest = np.divmod(there[:, None], sizes[None, :])
-        fits = (rest == 0) & (times > 1) & (count[:, None] >= number[None, :])
+        fits = (rest == 0) & (times >= SAMPLES) & (count[:, None] >= number[None, :])
         covered = {
             int(k): sizes[(fits & (times == k)).any(axis=0)] for k in np.unique(times[fits])}
         weight = {k: int((mine * number[np.isin(sizes, mine)]).sum()) for k, mine in covered.items()
@@ -229,8 +235,8 @@ class Evidence(Moment):
 
     @cached_property
     def arriving(self) -> Mask:
-        """Temporaries of backward of a parameter's size: gradients that are added to one that is there already."""
-        sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
+        """Temporaries of backward of a gradient's size: gradients that are added to one that is there already."""
+        sizes = np.unique(self.size[self.alive & (self.role == Role.GRADIENTS)])
         found: Mask = (self.role == Role.BACKWARD_TEMPORARIES) & np.isin(self.size, sizes)
         return found
 
@@ -259,9 +265,11 @@ class Evidence(Moment):
 
     @cached_property
     def reachable(self) -> Mask:
-        """What checkpointing could free at most: saved activations that were made inside modules."""
+        """What checkpointing could free at most: saved activations that were made inside modules, also those that are
+        made anew in backward for a checkpoint that is too large."""
         inside = self.at.nest.of(self.at.nest.module, self.at.born_in) != NONE
-        found: Mask = inside & (self.role == Role.SAVED_ACTIVATIONS) & self.of(Class.ACTIVATION)
+        found: Mask = inside & self.of(Class.ACTIVATION)
+        found &= np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
         return found
 
     def finding(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memdiag.diagnose.holders import capacity, last_looks
+from memdiag.diagnose.holders import capacity, is_variable, last_looks
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
 from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
@@ -140,15 +140,16 @@ def _state(run: View, allocations: Ints, site: Ints, sites: int) -> Mask:
 
 
 def _filling(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
-    """Places of which the recorder looked at something that survives, and found all of it in containers of a fixed
-    capacity."""
+    """Places of which the recorder looked at something that survives, and found it in containers of a fixed capacity,
+    save for what a variable referred to at that moment."""
     looked, other = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
     of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
     of_site[allocations] = site
     for allocation, look in last_looks(trace).items():
-        if of_site[allocation] != NONE:
+        chain = trace.string(look.chain)
+        if of_site[allocation] != NONE and not is_variable(chain):
             looked[of_site[allocation]] = True
-            other[of_site[allocation]] |= capacity(trace.string(look.chain)) is None
+            other[of_site[allocation]] |= capacity(chain) is None
     return looked & ~other
 
 

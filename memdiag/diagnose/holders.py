@@ -31,6 +31,11 @@ def last_looks(trace: Trace) -> dict[int, Look]:
         if allocation != NONE}
 
 
+def is_variable(chain: str | None) -> bool:
+    """Whether a chain is a plain variable: it refers to one thing at a time, and is not what grows."""
+    return (chain or "").isidentifier()
+
+
 def who_holds_most(trace: Trace, looks: Mapping[int, Look]) -> Holder | None:
     """The holder of the most bytes of the allocations that were looked at; None where none was."""
     total: dict[Look, int] = defaultdict(int)

@@ -78,6 +78,8 @@ class Finding:
         allocations: which they are, all of the run that are of their kind, over the allocations of the trace that
             holds the peak; None where the finding is not about allocations.
         since: of each, the event from which on it need not be there; None where it need not be there at all.
+        cured: what the first advice takes away, where that is more than ``allocations``; of others, ``part`` says how
+            many bytes.
         birth: line that the most of it was allocated at.
     """
 
@@ -93,6 +95,8 @@ class Finding:
     holder: Holder | None = None
     allocations: Mask | None = field(default=None, repr=False, compare=False)
     since: Ints | None = field(default=None, repr=False, compare=False)
+    cured: Mask | None = field(default=None, repr=False, compare=False)
+    part: Ints | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.model import Advice, Class, Finding, Mask
+from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
 from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
-from memdiag.trace import NONE, Phase, Role
+from memdiag.trace import NONE, Kind, Phase, Role
 from memdiag.trace.peak import phase_peaks
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
@@ -25,7 +25,15 @@ def activations(found: Evidence) -> Iterable[Finding]:
     chosen = found.of(Class.ACTIVATION) & ~found.single
     if not found.matters(chosen):
         return
-    named = [finding for pattern in _PATTERNS if (finding := pattern(found, chosen)) is not None]
+    named: list[Finding] = []
+    for pattern in _PATTERNS:
+        finding = pattern(found, chosen)
+        if finding is not None:
+            named.append(finding)
+        if finding is not None and pattern is _unused_graph:  # the others are about forwards that train
+            chosen = chosen & ~found.saves.never_read
+            if not found.matters(chosen):
+                break
     yield from named
     if not named:
         yield _plain(found, chosen)
@@ -112,7 +120,8 @@ def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
     calls = found.saves.calls(found.step) if found.step != NONE else []
     size = np.array([found.bytes_of(chosen & call) for call in calls])
     alike = [call for call, bytes_ in zip(calls, size, strict=True) if bytes_ >= size.max() / 2]
-    if len(alike) < MICRO_BATCHES:
+    backwards = _backwards(found)
+    if len(alike) < MICRO_BATCHES or not len(backwards):
         return None
     mine = chosen & np.logical_or.reduce(alike)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
@@ -121,17 +130,33 @@ def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:
     # So could their inputs, where nothing but the graph held them.
     of_graphs = (found.role == Role.INPUTS) & (found.at.life.died <= found.step_ends())
     freed, every = np.zeros(len(chosen), dtype=bool), mine.copy()
-    for step in found.at.trace["steps"]["step"].tolist():
+    for step in {found.step, *found.at.trace["steps"]["step"].tolist()}:
         of_step = found.saves.calls(step)
         for call in of_step[:-1]:
             freed |= call & (chosen | of_graphs)
         for call in of_step:
             every |= chosen & call
+    evidence = [f"{format_bytes(found.bytes_of(mine))} were saved by {len(alike)} calls of the same model in this step",
+                f"one of them saved {format_bytes(int(size.max()))}"]
+    in_step = int((backwards == found.step).sum())
+    if in_step >= len(alike):
+        return found.finding(
+            Class.ACTIVATION, "retained_graph", f"The graphs of {len(alike)} forwards outlive their backwards", every, [
+                *evidence, f"{in_step} backwards went through them in this step, and let none go (`retain_graph`)"],
+            [Advice("detach what a forward leaves for the next (`state.detach()`); then `retain_graph` is not needed",
+                    found.saving(freed))])
     return found.finding(
         Class.ACTIVATION, "retained_graph", f"{len(alike)} forwards are alive together before one backward", every,
-        [f"{format_bytes(found.bytes_of(mine))} were saved by {len(alike)} calls of the same model in this step",
-         f"one of them saved {format_bytes(int(size.max()))}"],
+        evidence,
         [Advice("where their losses are only summed, call backward on each loss as it comes", found.saving(freed))])
+
+
+def _backwards(found: Evidence) -> Ints:
+    """The step of each backward."""
+    spans, nest = found.at.trace["spans"], found.at.nest
+    phases = np.flatnonzero((spans["kind"] == Kind.PHASE) & np.isin(
+        spans["name"], found.at.trace.numbers(Phase.BACKWARD.label)))
+    return nest.of(found.at.span_steps, phases)
 
 
 def _largest(shapes: list[tuple[int, ...]]) -> str:

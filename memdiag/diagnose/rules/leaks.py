@@ -3,62 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.holders import capacity, last_looks, who_holds_most
+from memdiag.diagnose.holders import capacity, is_variable, last_looks, who_holds_most
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
 from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SWELLING_SHARE
 from memdiag.trace import NONE, Role
-from memdiag.trace.model import GARBAGE
+from memdiag.trace.model import GARBAGE, ITS_GRAPH
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
 
 def leaks(found: Evidence) -> Iterable[Finding]:
-    sites, rate = found.growing.leak_sites, found.leak_rate
+    rate = found.leak_rate
     yield from _cycles(found)
     yield from _filling(found)
     if not found.leaking:
+        return
+    if found.at is not found.run:
+        yield _growth_alone(found)
         return
     chosen = found.leaked
     graph = (found.role == Role.SAVED_ACTIVATIONS) | (found.role == Role.RECOMPUTED_ACTIVATIONS)
     in_graphs = found.bytes_of(chosen & graph)
     since = found.kept_since()
     unread = _unread(found)
-    where = sites[0]
-    evidence = [
-        f"live memory at the end of a step grows by {format_bytes(round(rate))} per step, until the last",
-        f"{found.when} {format_bytes(found.bytes_of(chosen))} were left from earlier steps",
-        "the largest part is allocated at " + (where.line or where.operator or "a place that is not known")
-        + f", {format_bytes(round(where.bytes_per_step))} per step",
-    ]
+    evidence = _evidence(found)
+    evidence.insert(1, f"{found.when} {format_bytes(found.bytes_of(chosen))} were left from earlier steps")
     if in_graphs:
         evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     holder = _holder(found, found.growing.leaks)
     if holder is not None:
-        evidence.append("kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else ""))
+        evidence.append(_kept_by(holder))
+    part = None
     if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
         # Without a graph nothing of it is there, in the step that makes it as little as later.
         evidence.append("no backward ever reads what that forward saves")
         since = np.where(unread, found.saves.last_saved, since)
-        advice = Advice("run that forward under `torch.no_grad()`", found.saving(found.growing.leaks | unread, since))
+        gone = found.growing.leaks | unread
+        advice = Advice("run that forward under `torch.no_grad()`", found.saving(gone, since))
     else:
         gathered = _gathered(found)
         since[gathered] = found.at.life.born[gathered]
         keep = "let go of it when its step is over, keep a bounded number, or move it to disk"
-        if 2 * in_graphs > found.bytes_of(chosen):
+        through_graph = holder is not None and any(ITS_GRAPH in piece for piece in holder.chain)
+        if through_graph or 2 * in_graphs > found.bytes_of(chosen):
             keep = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
-        if 2 * found.bytes_of(chosen & (found.role == Role.OPTIMIZER_STATE)) > found.bytes_of(chosen):
+        gone, part = found.growing.leaks | gathered, found.swelling
+        state = found.role == Role.OPTIMIZER_STATE
+        if 2 * found.bytes_of(chosen & state) > found.bytes_of(chosen):
+            gone = gone & state
             evidence.append("it is the state of ever more optimizers, all of which are kept")
             keep = "make an optimizer once, or let go of the last one when the next is made"
-        if holder is not None and any(TRACEBACK in part for part in holder.chain):
+        if holder is not None and any(TRACEBACK in piece for piece in holder.chain):
             keep = "keep the text of the exception (`str(error)`), not the exception: its traceback keeps the frames"
-        gone = found.growing.leaks | gathered
-        saving = found.saving(gone, since, part=found.swelling)
+        saving = found.saving(gone, since, part=part)
         more = saving - found.saving(gone, since)
         if more >= SWELLING_SHARE * found.peak_bytes:
             evidence.append(f"{format_bytes(more)} more are in what each step computes from it, larger every time")
@@ -74,7 +78,32 @@ def leaks(found: Evidence) -> Iterable[Finding]:
         advice = Advice(
             "write it to disk (`torch.save`) or move it to the host (`.cpu()`), and keep only the last or the best",
             advice.bytes)
-    yield found.finding(Class.LEAK, kind, title, chosen, evidence, [advice], Severity.HIGH, holder, since)
+    finding = found.finding(Class.LEAK, kind, title, chosen, evidence, [advice], Severity.HIGH, holder, since)
+    yield replace(finding, cured=gone, part=part)
+
+
+def _evidence(found: Evidence) -> list[str]:
+    where = found.growing.leak_sites[0]
+    return [
+        f"live memory at the end of a step grows by {format_bytes(round(found.leak_rate))} per step, until the last",
+        "the largest part is allocated at " + (where.line or where.operator or "a place that is not known")
+        + f", {format_bytes(round(where.bytes_per_step))} per step",
+    ]
+
+
+def _kept_by(holder: Holder) -> str:
+    return "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
+
+
+def _growth_alone(found: Evidence) -> Finding:
+    """What leaks, where the step of the peak was recorded in light: nothing says which of what is alive there it is."""
+    evidence, holder = _evidence(found), _holder(found, found.growing.leaks)
+    evidence.append("the peak is in a step that was recorded in light: how much of it has leaked is not known")
+    if holder is not None:
+        evidence.append(_kept_by(holder))
+    return Finding(
+        Class.LEAK, "growth", f"Memory grows by {format_bytes(round(found.leak_rate))} with every step", Severity.HIGH,
+        0, 0.0, evidence, [Advice("let go of it when its step is over", None)], holder=holder)
 
 
 def _unread(found: Evidence) -> Mask:
@@ -129,8 +158,7 @@ def _filling(found: Evidence) -> Iterable[Finding]:
     yield found.finding(
         cls, "filling_container", "A container fills, up to a fixed number of items", kept,
         [f"{format_bytes(found.bytes_of(kept))} {found.when}, from {items} steps",
-         "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
-         + f": it ends at {most:,} items, and is no leak"],
+         f"{_kept_by(holder)}: it ends at {most:,} items, and is no leak"],
         [Advice("fewer items, a smaller dtype (uint8), or host memory", found.saving(kept, found.replaced(kept)))],
         holder=holder)
 
@@ -144,4 +172,6 @@ def _holder(found: Evidence, grown: Mask) -> Holder | None:
              if grown[allocation] and trace.string(look.chain) != GARBAGE}
     # What is gone a step later has only passed through the place that grows, save where all of it is made anew.
     staying = {allocation: look for allocation, look in looks.items() if stays[allocation]}
-    return who_holds_most(trace, staying or looks)
+    # What a variable referred to when it was looked at is kept by a container, if others of its kind are.
+    contained = {allocation: look for allocation, look in staying.items() if not is_variable(trace.string(look.chain))}
+    return who_holds_most(trace, contained or staying or looks)

@@ -78,7 +78,7 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
         advice.append(Advice("`optimizer.zero_grad(set_to_none=True)` right after its step", idle))
     if not advice:
         advice.append(Advice("sharding over ranks, or an optimizer that steps inside backward", None))
-    return found.finding(Class.GRADIENTS, kind, "Gradients hold most of what stays", chosen, evidence, advice)
+    return found.finding(Class.GRADIENTS, kind, "Gradients hold much of the peak", chosen, evidence, advice)
 
 
 def _unstepped(found: Evidence) -> Finding:
@@ -86,15 +86,13 @@ def _unstepped(found: Evidence) -> Finding:
     since = np.where(found.saves.saved, found.saves.last_saved, found.at.life.born)
     cls = max((Class.ACTIVATION, Class.GRADIENTS), key=lambda cls: found.bytes_of(with_forwards & found.of(cls)))
     evidence = [f"{format_bytes(found.bytes_of(gradients))} are of parameters that no optimizer of the run has stepped"]
-    advice = [Advice("`requires_grad_(False)` for these parameters", found.saving(gradients))]
     more = found.bytes_of(with_forwards & ~gradients)
     if more:
         evidence.append(f"{format_bytes(more)} more are there for their backward alone")
-        advice.insert(0, Advice("`torch.no_grad()` around their forward, if nothing that it reads is trained",
-                                found.saving(with_forwards, since)))
     return found.finding(
-        cls, "unstepped_gradients", "Gradients are made that no optimizer uses", with_forwards, evidence, advice,
-        since=since)
+        cls, "unstepped_gradients", "Gradients are made that no optimizer uses", with_forwards, evidence,
+        [Advice("`requires_grad_(False)` for these parameters, or `torch.no_grad()` around their forward, if nothing "
+                "that it reads is trained", found.saving(with_forwards, since))], since=since)
 
 
 def _buffers(found: Evidence) -> tuple[Mask, bool]:
@@ -138,7 +136,10 @@ def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     if earlier:
         evidence.append(f"{format_bytes(earlier)} of it was there before this step began")
     saving = found.saving(kept, found.replaced(kept))
+    title, keep = "Input batches stay in memory", "load each batch when its turn comes"
+    if found.at.device != "cpu":
+        title = "Input batches stay on the device"
+        keep = "move each batch to the device when its turn comes (`pin_memory`, `non_blocking`)"
     return found.finding(
         Class.INPUT_BATCHES, "kept_batches" if 2 * saving > found.bytes_of(chosen) else "inputs",
-        "Input batches stay on the device", chosen, evidence,
-        [Advice("move each batch to the device when its turn comes (`pin_memory`, `non_blocking`)", saving or None)])
+        title, chosen, evidence, [Advice(keep, saving or None)])
