@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,9 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
         f"the largest part comes from {place.module or place.operator or 'code outside modules'}"
         + (f" at {place.line}" if place.line else ""),
     ]
+    anew = found.bytes_of(chosen & (found.role == Role.RECOMPUTED_ACTIVATIONS))
+    if anew:
+        evidence.append(f"{format_bytes(anew)} of it were made anew for a checkpoint")
     reachable = f"could free {format_bytes(found.saving(found.reachable))} at most"
     passing = found.bytes_of(chosen & (found.role == Role.BACKWARD_TEMPORARIES))
     if passing:
@@ -53,12 +57,18 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
     advice = _checkpointing(found)
     if advice:
         evidence.append(f"checkpointing {reachable}")
+        if 2 * anew > found.bytes_of(chosen):
+            advice = [replace(advice[0], text="checkpoint smaller parts, such as each block by itself")]
     elif found.leaking:
         advice = [Advice("end the growth first: what it keeps comes back with the next steps", None)]
     else:
         evidence.append(f"checkpointing is not the answer: it {reachable}")
         advice = [Advice("compute in chunks where it is made, or with an operator that keeps less", None)]
-    return found.finding(Class.ACTIVATION, "activations", "Activations kept for backward", chosen, evidence, advice)
+    unsaved = found.bytes_of(chosen & (found.role == Role.OTHER_ACTIVATIONS))
+    title = "Activations kept for backward"
+    if 2 * unsaved > found.bytes_of(chosen):
+        title = "Results that no backward needs"
+    return found.finding(Class.ACTIVATION, "activations", title, chosen, evidence, advice)
 
 
 def _checkpointing(found: Evidence) -> list[Advice]:

@@ -72,8 +72,8 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     if found.bytes_of(chosen & copies) > PATTERN_SHARE * found.bytes_of(chosen):
         kind, title = "model_copy", "Copies of the model's state are kept, more of them with time"
         evidence += [
-            f"{times} times, {number:g} storages of each parameter's size were made together and kept, outside the "
-            "model: a state dict of it, or of its optimizer",
+            f"{times} times, {number:g} storage{'s' * (number != 1)} of each parameter's size came together and "
+            "stayed, outside the model: a state dict of it, or of its optimizer",
             "a file of training state is called a checkpoint too; activation checkpointing is something else"]
         advice = Advice(
             "write it to disk (`torch.save`) or move it to the host (`.cpu()`), and keep only the last or the best",
