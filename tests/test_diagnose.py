@@ -133,6 +133,18 @@ class TestVerdict:
     def test_nothing_at_all(self) -> None:
         assert diagnosis(TraceBuilder().build()).verdict.cls is Class.NONE
 
+    def test_what_a_variable_of_the_script_holds_is_undetermined_and_the_variable_named(self) -> None:
+        # GIVEN a run most of whose memory a variable of the script leads to
+        run = TraceBuilder()
+        run.claim(run.existing(64 * MIB), Role.HELD, "table")
+        run.claim(run.existing(4 * MIB), Role.PARAMETERS, "weight")
+        with run.step(), run.phase(Phase.FORWARD), run.operator("aten::add"):
+            run.free(run.allocate(MIB))
+        # THEN its class is not known, and who holds it is told
+        found = diagnosis(run.build())
+        assert found.verdict.cls is Class.UNDETERMINED
+        assert "held by the script, the largest part by `table`" in found.verdict.sentence
+
     def test_memory_without_an_owner_is_undetermined(self) -> None:
         run = TraceBuilder()
         run.allocate(64 * MIB)

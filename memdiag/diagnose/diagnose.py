@@ -11,7 +11,7 @@ from memdiag.diagnose.rules import OUT_OF_MEMORY, RULES
 from memdiag.diagnose.rules.host import host_growth
 from memdiag.diagnose.scaling import scaling
 from memdiag.policy import SHORTAGE_BYTES, UNDETERMINED_SHARE
-from memdiag.trace import Phase
+from memdiag.trace import Phase, Role
 from memdiag.trace.view import View
 from memdiag.units import format_bytes
 
@@ -165,7 +165,11 @@ def _sentence(found: Evidence, cls: Class, findings: list[Finding], phase: str |
     if cls is Class.LEAK and first is not None:
         return f"{first.title}: what earlier steps left is {first.share:.0%} of the peak of {peak}{where}."
     if cls is Class.UNDETERMINED:
-        return f"Undetermined: {share:.0%} of the peak of {peak}{where}{',' * bool(where)} has no owner that was seen."
+        held = found.of(cls) & (found.role == Role.HELD)
+        why = "has no owner that was seen"
+        if 2 * found.bytes_of(held) > found.by_class.get(cls, 0):
+            why = f"is held by the script, the largest part by {found.held_by(held)}, for what is not known"
+        return f"Undetermined: {share:.0%} of the peak of {peak}{where}{',' * bool(where)} {why}."
     if first is not None:
         return f"{first.title}: {first.share:.0%} of the peak of {peak}{where}."
     return f"Mostly {cls.words}: {share:.0%} of the peak of {peak}{where}."

@@ -272,6 +272,13 @@ class Evidence(Moment):
         found &= np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
         return found
 
+    def held_by(self, chosen: Mask) -> str:
+        """The variable that leads to the largest of them."""
+        claims = self.at.trace["claims"]
+        largest = int(np.where(chosen & self.alive, self.size, 0).argmax())
+        names = [self.at.trace.string(int(name)) for name in claims["name"][claims["allocation"] == largest]]
+        return next((f"`{name}`" for name in names if name), "variables of the script")
+
     def finding(
         self, cls: Class, kind: str, title: str, chosen: Mask, evidence: list[str], advice: list[Advice],
         severity: Severity | None = None, holder: Holder | None = None, since: Ints | None = None,

@@ -111,7 +111,7 @@ def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     if size >= parameters // 2:
         return found.finding(
             Class.PARAMETERS, "model_copy", "Copies of the model stay in memory", copies,
-            [f"{format_bytes(size)} in storages of the parameters' sizes, held by {_holder(found, copies)}",
+            [f"{format_bytes(size)} in storages of the parameters' sizes, held by {found.held_by(copies)}",
              f"the parameters themselves are {format_bytes(parameters)}"],
             [Advice("keep the copy on disk" + ("" if found.at.device == "cpu" else ", or in host memory"),
                     found.saving(copies))])
@@ -119,14 +119,6 @@ def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
         Class.PARAMETERS, "parameters", "The parameters themselves hold much of the peak", chosen,
         [f"{format_bytes(found.bytes_of(chosen))} of parameters and buffers, there whatever the batch"],
         [Advice("a lower precision, sharding over ranks, or offloading", None)])
-
-
-def _holder(found: Evidence, copies: Mask) -> str:
-    """The variable that leads to the largest of them."""
-    claims = found.at.trace["claims"]
-    largest = int(np.where(copies & found.alive, found.size, 0).argmax())
-    names = [found.at.trace.string(int(name)) for name in claims["name"][claims["allocation"] == largest]]
-    return next((f"`{name}`" for name in names if name), "variables of the script")
 
 
 def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:
