@@ -14,7 +14,7 @@ from traces import AnyRun, TraceBuilder, any_runs, training_run, write
 
 from memdiag.diagnose import Class, Diagnosis, diagnose
 from memdiag.diagnose.evidence import Evidence
-from memdiag.trace import NONE, Phase, Role, Trace
+from memdiag.trace import NONE, Level, Phase, Role, Trace
 from memdiag.trace.model import SCHEMA
 from memdiag.trace.timeline import timeline
 from memdiag.trace.view import View
@@ -115,6 +115,17 @@ class TestGrowth:
         found = diagnosis(run.build())
         assert found.growth.bytes_per_step == MIB
         assert found.verdict.cls is Class.OPTIMIZER_STATE
+
+    @pytest.mark.parametrize(("keep", "rate"), [([MIB] * 9, MIB), ([MIB, 0] * 4 + [MIB], None), ([0] * 9, None)])
+    def test_in_light_what_rises_with_every_step_is_told(self, keep: list[int], rate: int | None) -> None:
+        # GIVEN steps of which all but the first two were recorded in light
+        trace = loop(keep, 9)
+        level = np.where(np.arange(9) < 2, int(Level.FULL), int(Level.LIGHT))
+        light = Trace(trace.about, trace.text, {**trace.tables, "steps": {**trace["steps"], "level": level}})
+        # THEN growth is told where each step ends with more than the one before, without a place; else it is not known
+        found = diagnosis(light)
+        assert found.growth.bytes_per_step == rate
+        assert not found.growth.sites
 
     def test_too_few_steps_tell_nothing(self) -> None:
         assert diagnosis(loop([MIB] * 3, 3)).growth.bytes_per_step is None

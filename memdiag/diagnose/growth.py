@@ -36,7 +36,8 @@ class Growing:
 
 
 def growing(run: View) -> Growing:
-    """Looks at what is alive at the ends of the steps that were recorded in full.
+    """Looks at what is alive at the ends of the steps that were recorded in full; where they are too few, at all that
+    is alive at the ends of all steps, of which no place is known.
 
     A place in the code is growing where what it made is alive at the ends of later steps, more and more of it, until
     the last. The first step is warm-up and does not count; a cache that fills and stops is not growth; nor is what
@@ -47,7 +48,7 @@ def growing(run: View) -> Growing:
     ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
     nothing = np.zeros(len(run.life.born), dtype=bool)
     if len(ends) <= GROWTH_BIRTHS:
-        return Growing(Growth(None, None, []), nothing, [], nothing, nothing)
+        return Growing(Growth(_of_all(steps["end_bytes"]), None, []), nothing, [], nothing, nothing)
     first = np.searchsorted(ends, run.life.born, side="right")
     last = np.searchsorted(ends, run.life.died, side="right")
     size = trace["allocations"]["bytes"]
@@ -71,6 +72,13 @@ def growing(run: View) -> Growing:
     sites = [Site(p.operator, p.module, p.line, float(rates[number])) for p, number in zip(places, found, strict=True)]
     leak_sites = [place for place, number in zip(sites, found, strict=True) if not (bounded | garbage)[number]]
     return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles, filling)
+
+
+def _of_all(live: Ints) -> float | None:
+    """Growth of all that is alive at the ends of steps, where it rises with every one; None where it does not."""
+    if len(live) <= GROWTH_RUN:
+        return None
+    return _rate(live, np.zeros(len(live), dtype=np.int64)) or None
 
 
 def swelling(run: View, leaks: Mask) -> Ints:
