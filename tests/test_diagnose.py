@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from traces import AnyRun, TraceBuilder, any_runs, training_run, write
 
@@ -186,28 +186,27 @@ def stripped(trace: Trace, gone: np.ndarray) -> Trace:
     return Trace(trace.about, trace.text, tables)
 
 
+def halved(any_run: AnyRun) -> tuple[View, Evidence, np.ndarray]:
+    """A run that was recorded in full, what its peak is made of, and every second of its allocations."""
+    view = View(any_run.trace)
+    assume(view.of_peak is view and not len(view.trace["phase_peaks"]["bytes"]))
+    found = Evidence(view, view)
+    return view, found, np.arange(len(found.size)) % 2 == 0
+
+
 class TestWithout:
     @given(any_runs())
     def test_the_peak_without_something_is_that_of_a_trace_without_it(self, any_run: AnyRun) -> None:
         # GIVEN any run recorded in full, and any half of its allocations
-        trace = any_run.trace
-        view = View(trace)
-        if view.of_peak is not view or len(trace["phase_peaks"]["bytes"]):
-            return
-        found = Evidence(view, view)
-        chosen = np.arange(len(found.size)) % 2 == 0
+        view, found, chosen = halved(any_run)
         # WHEN they are taken out of the trace THEN its peak is what was said
-        assert found.without(chosen)[0] == timeline(stripped(trace, chosen), view.device).peak_bytes
+        assert found.without(chosen)[0] == timeline(stripped(view.trace, chosen), view.device).peak_bytes
 
     @given(any_runs())
     def test_the_peak_of_smaller_allocations_is_that_of_a_trace_in_which_they_are(self, any_run: AnyRun) -> None:
         # GIVEN any run recorded in full, and a part of each allocation of it, of every second one all
-        trace = any_run.trace
-        view = View(trace)
-        if view.of_peak is not view or len(trace["phase_peaks"]["bytes"]):
-            return
-        found = Evidence(view, view)
-        chosen = np.arange(len(found.size)) % 2 == 0
+        view, found, chosen = halved(any_run)
+        trace = view.trace
         part = np.where(view.life.born != NONE, found.size // 3, 0)
         # WHEN the others are smaller by it in the trace THEN its peak is what was said
         smaller = {**trace["allocations"], "bytes": trace["allocations"]["bytes"] - np.where(chosen, 0, part)}
@@ -217,12 +216,7 @@ class TestWithout:
     @given(any_runs(), st.integers(0, 4096))
     def test_what_is_kept_of_it_is_there_at_any_time(self, any_run: AnyRun, keeping: int) -> None:
         # GIVEN any run recorded in full, every second of its allocations, and bytes of them that stay
-        trace = any_run.trace
-        view = View(trace)
-        if view.of_peak is not view or len(trace["phase_peaks"]["bytes"]):
-            return
-        found = Evidence(view, view)
-        chosen = np.arange(len(found.size)) % 2 == 0
+        view, found, chosen = halved(any_run)
         # WHEN the bytes alive are summed at each event, one by one, before the first too
         highest = 0
         for event in range(NONE, len(view.line.live)):

@@ -272,6 +272,10 @@ class Evidence(Moment):
         found &= np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
         return found
 
+    def main_class(self, chosen: Mask, *classes: Class) -> Class:
+        """Of some classes, the one that most bytes of ``chosen`` at the peak are of; of equals the first."""
+        return max(classes, key=lambda cls: self.bytes_of(chosen & self.of(cls)))
+
     def held_by(self, chosen: Mask) -> str:
         """The variable that leads to the largest of them."""
         claims = self.at.trace["claims"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,13 +126,10 @@ def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
 
     It looks at the largest places. Where nothing that it looked at is held otherwise, the small ones are the same.
     """
-    of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
-    of_site[allocations] = site
     looked, held = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
-    for allocation, look in last_looks(trace).items():
-        if of_site[allocation] != NONE:
-            looked[of_site[allocation]] = True
-            held[of_site[allocation]] |= trace.string(look.chain) != GARBAGE
+    for place, chain in _chains(trace, allocations, site):
+        looked[place] = True
+        held[place] |= chain != GARBAGE
     return looked & ~held if held.any() else np.full(sites, bool(looked.any()))
 
 
@@ -151,14 +149,19 @@ def _filling(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
     """Places of which the recorder looked at something that survives, and found it in containers of a fixed capacity,
     save for what a variable referred to at that moment."""
     looked, other = np.zeros(sites, dtype=bool), np.zeros(sites, dtype=bool)
-    of_site = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
-    of_site[allocations] = site
-    for allocation, look in last_looks(trace).items():
-        chain = trace.string(look.chain)
-        if of_site[allocation] != NONE and not is_variable(chain):
-            looked[of_site[allocation]] = True
-            other[of_site[allocation]] |= capacity(chain) is None
+    for place, chain in _chains(trace, allocations, site):
+        if not is_variable(chain):
+            looked[place] = True
+            other[place] |= capacity(chain) is None
     return looked & ~other
+
+
+def _chains(trace: Trace, allocations: Ints, site: Ints) -> Iterator[tuple[int, str | None]]:
+    """Of each of these allocations that was looked at, its place and the chain that was found last."""
+    of_site = dict(zip(allocations.tolist(), site.tolist(), strict=True))
+    for allocation, look in last_looks(trace).items():
+        if allocation in of_site:
+            yield of_site[allocation], trace.string(look.chain)
 
 
 def _place(trace: Trace, key: Ints) -> Place:

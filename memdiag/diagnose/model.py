@@ -67,6 +67,10 @@ class Holder:
     line: str | None
     chain: list[str]
 
+    @property
+    def sentence(self) -> str:
+        return "kept by " + " → ".join(self.chain) + (f" ({self.line})" if self.line else "")
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -56,10 +56,14 @@ class Moment:
     def saves(self) -> Saves:
         return Saves(self.at)
 
+    @cached_property
+    def operators(self) -> Ints:
+        """Text of the operator that made each allocation."""
+        return operator_names(self.at.trace, self.at.nest, self.at.born_in)
+
     def made_by(self, *operators: str) -> Mask:
         """Allocations that one of these operators made."""
-        found: Mask = np.isin(
-            operator_names(self.at.trace, self.at.nest, self.at.born_in), self.at.trace.numbers(*operators))
+        found: Mask = np.isin(self.operators, self.at.trace.numbers(*operators))
         return found
 
     def bytes_of(self, chosen: Mask) -> int:

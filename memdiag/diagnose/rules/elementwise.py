@@ -47,7 +47,7 @@ def _finding(
     found: Evidence, kind: str, title: str, chosen: Mask, evidence: list[str], advice: Advice
 ) -> Finding:
     """It belongs to the class that most of its bytes are of."""
-    cls = max((Class.ACTIVATION, Class.WORKSPACE), key=lambda cls: found.bytes_of(chosen & found.of(cls)))
+    cls = found.main_class(chosen, Class.ACTIVATION, Class.WORKSPACE)
     place = found.main_birth(chosen)
     evidence.append("the largest part comes from " + (place.operator or place.module or "code")
                     + (f" at {place.line}" if place.line else ""))

@@ -37,7 +37,7 @@ def failures(found: Evidence) -> Iterable[Finding]:
         Class.ACTIVATION, "kept_failure", "An exception that was caught keeps the step that failed", kept,
         [f"{found.when} {format_bytes(found.bytes_of(kept))} were there that a step had made before it ran out of "
          "memory",
-         "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")],
+         holder.sentence],
         [Advice("try again after the `except` block, not in it, and keep the text of the exception (`str(error)`), not "
                 "the exception", found.saving(kept, since))], holder=holder, since=since)
 

@@ -49,9 +49,7 @@ def host_memory(found: Evidence) -> Iterable[Finding]:
     ]
     advice: list[Advice] = []
     if holder is not None:
-        evidence.append(
-            "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
-            + f": {format_bytes(kept)} of arrays when last looked at")
+        evidence.append(f"{holder.sentence}: {format_bytes(kept)} of arrays when last looked at")
         advice.append(Advice("bound the cache, or store it smaller (uint8, a memory map)", None))
     yield Finding(
         Class.HOST_MEMORY, "host_growth", f"The process grows by {format_bytes(round(rate))} with every step",

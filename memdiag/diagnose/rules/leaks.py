@@ -39,7 +39,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
         evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     holder = _holder(found, found.growing.leaks)
     if holder is not None:
-        evidence.append(_kept_by(holder))
+        evidence.append(holder.sentence)
     part = None
     if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
         # Without a graph nothing of it is there, in the step that makes it as little as later.
@@ -91,16 +91,12 @@ def _evidence(found: Evidence) -> list[str]:
     ]
 
 
-def _kept_by(holder: Holder) -> str:
-    return "kept by " + " → ".join(holder.chain) + (f" ({holder.line})" if holder.line else "")
-
-
 def _growth_alone(found: Evidence) -> Finding:
     """What leaks, where the step of the peak was recorded in light: nothing says which of what is alive there it is."""
     evidence, holder = _evidence(found), _holder(found, found.growing.leaks)
     evidence.append("the peak is in a step that was recorded in light: how much of it has leaked is not known")
     if holder is not None:
-        evidence.append(_kept_by(holder))
+        evidence.append(holder.sentence)
     return Finding(
         Class.LEAK, "growth", f"Memory grows by {format_bytes(round(found.leak_rate))} with every step", Severity.HIGH,
         0, 0.0, evidence, [Advice("let go of it when its step is over", None)], holder=holder)
@@ -153,12 +149,12 @@ def _filling(found: Evidence) -> Iterable[Finding]:
     if holder is None or not found.matters(kept):
         return
     most = capacity(" → ".join(holder.chain))
-    cls = max((Class.INPUT_BATCHES, Class.ACTIVATION), key=lambda cls: found.bytes_of(kept & found.of(cls)))
+    cls = found.main_class(kept, Class.INPUT_BATCHES, Class.ACTIVATION)
     items = len(np.unique(found.at.born_step[kept & found.alive]))
     yield found.finding(
         cls, "filling_container", "A container fills, up to a fixed number of items", kept,
         [f"{format_bytes(found.bytes_of(kept))} {found.when}, from {items} steps",
-         f"{_kept_by(holder)}: it ends at {most:,} items, and is no leak"],
+         f"{holder.sentence}: it ends at {most:,} items, and is no leak"],
         [Advice("fewer items, a smaller dtype (uint8), or host memory", found.saving(kept, found.replaced(kept)))],
         holder=holder)
 

@@ -84,7 +84,7 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
 def _unstepped(found: Evidence) -> Finding:
     gradients, with_forwards = found.unstepped
     since = np.where(found.saves.saved, found.saves.last_saved, found.at.life.born)
-    cls = max((Class.ACTIVATION, Class.GRADIENTS), key=lambda cls: found.bytes_of(with_forwards & found.of(cls)))
+    cls = found.main_class(with_forwards, Class.ACTIVATION, Class.GRADIENTS)
     evidence = [f"{format_bytes(found.bytes_of(gradients))} are of parameters that no optimizer of the run has stepped"]
     more = found.bytes_of(with_forwards & ~gradients)
     if more:

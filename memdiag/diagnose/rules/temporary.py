@@ -9,7 +9,6 @@ import numpy as np
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Mask
 from memdiag.trace import Role
-from memdiag.trace.places import operator_names
 from memdiag.units import format_bytes
 
 
@@ -46,7 +45,7 @@ def temporary(found: Evidence) -> Iterable[Finding]:
 def _gathered(found: Evidence) -> Finding:
     """Results of many batches, put together on the device: while that is done, old and new are there together."""
     mine = found.gathered
-    cls = max((Class.ACTIVATION, Class.WORKSPACE), key=lambda cls: found.bytes_of(mine & found.of(cls)))
+    cls = found.main_class(mine, Class.ACTIVATION, Class.WORKSPACE)
     return found.finding(
         cls, "gathered_results", "Results are put together on the device", mine,
         [f"{format_bytes(found.bytes_of(mine))} in {int((mine & found.alive).sum())} concatenations outside modules, "
@@ -60,8 +59,7 @@ def _in_lists(found: Evidence, chosen: Mask) -> bool:
     """Whether operators over lists of tensors made most of it, which is what ``foreach`` chooses."""
     trace = found.at.trace
     names = [number for number, text in enumerate(trace.text) if text is not None and text.startswith("aten::_foreach")]
-    made_by = operator_names(trace, found.at.nest, found.at.born_in)
-    return 2 * found.bytes_of(chosen & np.isin(made_by, names)) > found.bytes_of(chosen)
+    return 2 * found.bytes_of(chosen & np.isin(found.operators, names)) > found.bytes_of(chosen)
 
 
 _ONE_BY_ONE = "`fused=True` where the optimizer has it: it needs no temporaries"

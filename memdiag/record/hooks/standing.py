@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Standing:
         self._claims: list[Claim] = []
 
     def of(
-        self, owners: Sequence[object], tensors: Sequence[object], make: Callable[[], Iterable[Claim | None]]
+        self, owners: Sequence[Any], tensors: Sequence[Any], make: Callable[[], Iterable[Claim | None]]
     ) -> list[Claim]:
         """The claims of tensors: as they were, if the owners are the same objects and the tensors at the same place.
 
@@ -40,11 +41,11 @@ class Standing:
         return self._claims
 
 
-def _places(owners: Sequence[object], tensors: Sequence[object]) -> list[int] | None:
+def _places(owners: Sequence[Any], tensors: Sequence[Any]) -> list[int] | None:
     """What changes when something is replaced or moves; None where a tensor does not say where it is."""
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
     try:
-        return [*map(id, owners), *map(_address, tensors)]  # type: ignore[arg-type]
-    except (NotImplementedError, RuntimeError):  # sparse, fake
+        return [*map(id, owners), *map(_address, tensors)]
+    except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones: their claims are made each time
         return None
