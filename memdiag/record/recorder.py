@@ -18,6 +18,7 @@ from memdiag.errors import MemdiagError
 from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
+from memdiag.record.gathering import Gathering
 from memdiag.record.hooks.children import Children
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.loop import Loop
@@ -40,9 +41,6 @@ from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, MIRRORS, UNCOLLECTED
 
-# Marks in a chunk: about four events come with each, and an event costs some 3 KB until it is read.
-_CUT_AT_STEP_END = 2_500
-_CUT_ANYWHERE = 15_000
 _MANY_PARAMETERS = 32  # of an optimizer, from which two more cuts cost less than the shapes of what it works on
 _PROGRESS_SECONDS = 0.25
 _NO_SHAPES = "what operators read, from step {step} on: recording it would keep what torch.func's transforms make alive"
@@ -80,6 +78,7 @@ class Recorder:
         self._argv, self._script = list(argv), script
         self._on = False
         self._level: Level | None = None
+        self._gathering = Gathering()
         self._said: list[str] = []
         self._kept = 0  # steps that ended before what the file has
         self._left = False
@@ -318,7 +317,9 @@ class Recorder:
         level, self._level = self._level, None
         assert level is not None
         gone, self._gone = self._gone, []
+        read_before = self._consumer.events_read
         closed = self._consumer.chunk(level, roots, entries, saves, gone)
+        self._gathering.read(level, len(entries), self._consumer.events_read - read_before)
         del roots
         self._stream.forget()
         if look:
@@ -456,7 +457,7 @@ class Recorder:
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
-        if (look or len(self._marks.entries) > _CUT_ANYWHERE) and self._may_cut(in_module=True):
+        if (look or self._enough(at_step_end=False)) and self._may_cut(in_module=True):
             if look:
                 self._next_evaluation_look *= 2
             self._modules.suspend()
@@ -483,7 +484,7 @@ class Recorder:
             if self._away_since is not None and self._others.quiet_since(self._loop.steps.closed):
                 self._come_back()
             elif (
-                len(self._marks.entries) > _CUT_AT_STEP_END or self._look_now()
+                self._enough(at_step_end=True) or self._look_now()
                 or self._wanted_level() is not self._level
             ):
                 self._lines.suspend()
@@ -506,6 +507,10 @@ class Recorder:
             self._lines.suspend()
             self._cut(reopen=True, level=self._level, look=False, midway=True, shapes=shapes)
             self._lines.resume()
+
+    def _enough(self, at_step_end: bool) -> bool:
+        """Whether so much has gathered in the stream that it is to be read."""
+        return self._level is not None and self._gathering.enough(self._level, len(self._marks.entries), at_step_end)
 
     def _look_now(self) -> bool:
         """Whether to read the stream at this step's end, small as it is, to see who holds what: often at first."""
