@@ -24,6 +24,10 @@ PLOT_VISIBLE = 0.0025
 """Share of the peak that a role must reach at some moment, or be there at the peak, to have a place in the legend:
 less is thinner than a pixel."""
 
+WATCHED_LIGHT_STEPS = 4
+"""Of light steps that do the same, one in this many has its saved tensors noted: hooks on them cost PyTorch about a
+hundredth of a step, even where they do nothing, and a quarter of that is little beside the rest."""
+
 UNEXPLAINED_SHARE = 2000
 """One part in this many of the live bytes may go unexplained before the recorder walks the references to see who
 holds it: a walk takes tens of milliseconds, and less than a twentieth of UNKNOWN_SHARE changes no report."""

@@ -9,9 +9,13 @@ import pytest
 import torch
 from recording import GPT, Seen, convnet, mlp, record
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from memdiag.record import recorder
-from memdiag.trace import NONE, Kind, Level, Phase
+from memdiag import policy
+from memdiag.record import gathering, recorder
+from memdiag.record.hooks.saves import Saves
+from memdiag.trace import NONE, Kind, Level, Phase, Role
+from memdiag.trace.ledger import ledger
 from memdiag.trace.peak import phase_peaks, worst
 
 
@@ -142,8 +146,8 @@ class TestCuts:
         monkeypatch.setattr(recorder.Recorder, "_read_chunk", lambda self, *a: cuts.append(1) or read(self, *a))
         record(run)
         usual = len(cuts)
-        monkeypatch.setattr(recorder, "_CUT_ANYWHERE", 20)
-        monkeypatch.setattr(recorder, "_CUT_AT_STEP_END", 5)
+        monkeypatch.setitem(gathering._ANYWHERE, Level.FULL, 80)
+        monkeypatch.setitem(gathering._AT_STEP_END, Level.FULL, 20)
         cut = record(run)
         if name == "in parts":
             assert len(cuts) - usual >= usual + 3 * 2 * 2  # also in the midst of steps, before a forward
@@ -177,3 +181,139 @@ def module_calls(seen: Seen) -> list[tuple[str, int, int]]:
     spans = seen.trace["spans"]
     return [(seen.trace.text[spans["name"][r]], int(spans["call"][r]),
              int(spans["end_event"][r] - spans["start_event"][r])) for r in seen.spans(Kind.MODULE)]
+
+
+class TestRests:
+    """In light recording, of steps that do the same only some have their saved tensors noted."""
+
+    @staticmethod
+    def growing(odd: bool = False, stop: bool = False) -> Callable[[], None]:
+        """Equal steps, each of which leaves something behind, so that the last is the highest.
+
+        Args:
+            odd: the last has another batch.
+            stop: it ends in its forward.
+        """
+        def run() -> None:
+            torch.manual_seed(0)
+            model, kept = GPT(), []
+            optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+            for step in range(16):
+                logits = model(torch.randint(50, (9 if odd and step == 15 else 4, 8)))
+                kept.append(logits.detach()[:, 0].clone())
+                if stop and step == 15:
+                    break
+                logits.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return run
+
+    @staticmethod
+    def at_peak(seen: Seen) -> dict[str, int]:
+        """Bytes of each role at the peak of the highest light step."""
+        assert seen.trace.peak_step is not None
+        step = Seen(seen.trace.peak_step)
+        step.closes()
+        sums = ledger(step.trace, step.roles, "cpu")[:, step.line.peak_event]
+        return {role.name: int(sums[role]) for role in Role if sums[role]}
+
+    @pytest.fixture
+    def packs(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """One entry for each tensor that was noted."""
+        noted: list[int] = []
+        note = Saves._note
+        monkeypatch.setattr(Saves, "_note", lambda self, tensor: noted.append(1) or note(self, tensor))
+        return noted
+
+    @pytest.mark.parametrize("how", [{}, {"odd": True}, {"stop": True}])
+    def test_roles_are_as_if_every_step_was_watched(
+        self, how: dict[str, bool], packs: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # GIVEN a run of which the highest step is no multiple of those that are watched
+        assert 15 % policy.WATCHED_LIGHT_STEPS
+        # WHEN it is recorded in light with and without rests
+        rested = record(self.growing(**how), steps=(0, 1))
+        few = len(packs)
+        with monkeypatch.context() as all_watched:
+            all_watched.setattr(policy, "WATCHED_LIGHT_STEPS", 1)
+            watched = record(self.growing(**how), steps=(0, 1))
+        # THEN much fewer tensors were noted, and the same was said of them
+        assert few < 0.6 * (len(packs) - few)
+        said, wanted = self.at_peak(rested), self.at_peak(watched)
+        if "odd" in how:  # nobody has noted that the model's result was saved too: its variable explains it
+            logits = 9 * 8 * 50 * 4
+            wanted["SAVED_ACTIVATIONS"] -= logits
+            wanted["HELD"] += logits
+        assert said == wanted
+        assert self.at_peak(rested)["SAVED_ACTIVATIONS"] > 0
+        assert rested.step_ends == watched.step_ends
+
+    def test_steps_that_differ_are_all_watched(self, packs: list[int]) -> None:
+        record(RUNS["gpt"], steps=(0, 2))
+        light = len(packs)
+        packs.clear()
+        record(RUNS["gpt"], max_events=10**9)
+        assert light == len(packs)
+
+    def test_a_scripts_own_hooks_are_left_in_peace(self) -> None:
+        """Around a step, around a step's end, and around many steps."""
+        def losses() -> list[float]:
+            torch.manual_seed(0)
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found, calls = [], []
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                calls.append(1)
+                return tensor.clone()
+
+            def step() -> None:
+                loss = model(torch.ones(3, 20)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+
+            for round_ in range(8):
+                for _ in range(3):
+                    step()
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    for _ in range(1 + round_ % 3):
+                        step()
+                    found.append(len(calls))
+                loss = model(torch.ones(3, 20)).square().mean()
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+                found.append(len(calls))
+            return found
+
+        bare, seen = losses(), []
+        light = record(lambda: seen.extend(losses()), steps=(0, 1))
+        assert seen == bare
+        assert light.steps > 24
+        # Nobody's hooks are left over.
+        with pytest.raises(RuntimeError, match="stack"):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def test_a_change_in_place_is_still_an_error(self) -> None:
+        told: list[int] = []
+
+        def run() -> None:
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(20):
+                out = model(torch.ones(3, 20)).exp()
+                if step > 10:
+                    out.add_(1)
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        out.sum().backward()
+                    told.append(step)
+                else:
+                    out.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        record(run, steps=(0, 1))
+        assert told == list(range(11, 20))

@@ -29,7 +29,7 @@ from memdiag.record.hooks.threads import Threads
 from memdiag.record.keepers.containers import Containers
 from memdiag.record.keepers.holders import Ends, Holder, walk, walk_from
 from memdiag.record.keepers.survivors import FIRST_LOOK, Survivors
-from memdiag.record.marks import Marks
+from memdiag.record.marks import WATCHED, Marks
 from memdiag.record.options import Options
 from memdiag.record.process import machine
 from memdiag.record.process.signals import SignalsWait
@@ -491,10 +491,20 @@ class Recorder:
                 self._rss = end.host_rss
                 self._cut(reopen=True)
                 self._lines.resume()
+            self._watch_or_rest()
             self._show_progress()
         wanted = self._options.stop_after
         if wanted is not None and self._loop.steps.closed >= wanted and not self._left:
             raise SystemExit(0)
+
+    def _watch_or_rest(self) -> None:
+        """A step begins: whether to note what autograd keeps. In light recording, of steps that do the same one in some
+        is enough."""
+        rest = (
+            self._level is Level.LIGHT and self._consumer.steady
+            and self._loop.steps.closed % policy.WATCHED_LIGHT_STEPS != 0)
+        if rest is not self._saves.resting and self._level is not None and self._saves.rest(rest):
+            self._marks.instant(WATCHED, not rest)
 
     def _stepping(self, parameters: int | None) -> None:
         """The step of an optimizer begins, or is over. What its operators read are the parameters and their state, and

@@ -34,6 +34,7 @@ class Saves:
 
     Attributes:
         recording: whether tensors are noted at all.
+        resting: the hooks are off for a while.
         suspended: how often the hooks had to be taken off, for torch.func and its like.
         light: note only when and where, not what.
         count: tensors packed so far, in full recording.
@@ -46,7 +47,7 @@ class Saves:
         self._above = 0  # pairs of the script's own, inside ours
         self._undo: list[Callable[[], None]] = []
         self.suspended = 0
-        self.recording = self.light = False
+        self.recording = self.light = self.resting = False
         self.times = SaveTimes()
         self._releases = _Releases()
         self.count = 0
@@ -66,8 +67,19 @@ class Saves:
                     replaced(_autograd, "_pop_saved_tensors_default_hooks", self._count(-1)),
                 ]
 
+    def rest(self, resting: bool) -> bool:
+        """Takes the hooks off for a while, or puts them back. Returns whether they are as asked: where the script has
+        hooks of its own, nothing changes."""
+        if resting is not self.resting and self._undo:
+            if resting:
+                self.resting = self._pop()
+            elif self._alone():
+                self.resting = False
+                self._push()
+        return resting is self.resting
+
     def stop(self) -> None:
-        self.recording = False
+        self.recording = self.resting = False
         while self._undo:
             self._undo.pop()()
         self._pop()
@@ -91,10 +103,16 @@ class Saves:
         top = _autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self._pack
 
+    def _alone(self) -> bool:
+        """Whether nobody has hooks, and we may."""
+        if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
+            return self._above == 0
+        return _autograd._top_saved_tensors_default_hooks(True) is None
+
     def _count(self, change: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def push_or_pop(*hooks: Any) -> Any:
-                if self._installed and self.active():
+                if (self._installed or self.resting) and self.active():
                     self._above += change
                 return original(*hooks)
 
@@ -123,7 +141,7 @@ class Saves:
     def _watch_enable(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enable() -> None:
             original()
-            if self._undo and not self._installed and self.active():
+            if self._undo and not self._installed and not self.resting and self.active():
                 self._push()
 
         return enable

@@ -105,6 +105,11 @@ class Consumer:
             (save, self._unpacked.pop(save, NONE), event_at(time)) for save, time in saves.released)
         return closed
 
+    @property
+    def steady(self) -> bool:
+        """Light steps do the same, again and again."""
+        return self._fold.alike.steady
+
     def _walk(self, roots: list[Any], entries: list[Entry], gone: list[tuple[int, int, int]]) -> bool:
         heap, loop = self.heap, self.loop
         codes, accelerator = self._codes, self._accelerator

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 from memdiag.record import marks as m
 from memdiag.record.marks import Entry
+from memdiag.record.reading.alike import SAVED, Alike
 from memdiag.record.reading.failures import EVENT as OUT_OF_MEMORY
 from memdiag.record.reading.heap import UNRECORDED, Heap, Live
 from memdiag.record.reading.loopstate import ENTERS, LoopState
@@ -23,6 +25,9 @@ class Fold:
     Of a light step a row per phase is kept, and of its allocations those that outlive the next step too; how many
     others were left when the recording ended is counted by size and step of birth. The events of the highest light
     step so far are held back, to become a trace of their own if nothing tops it.
+
+    Attributes:
+        alike: what is known of the steps in which saves were not noted.
     """
 
     def __init__(self, rows: Rows, heap: Heap, loop: LoopState, accelerator: bool) -> None:
@@ -32,6 +37,9 @@ class Fold:
         self._young: list[tuple[int, Live]] = []  # with their address
         self._step = _StepEvents(loop, heap, 0)
         self._highest: _StepEvents | None = None
+        self.alike = Alike(heap)
+        self._watching = True
+        self._watched = True  # from the beginning of the step on
 
     def chunk(
         self, roots: list[Any], entries: list[Entry], packed: list[tuple[int, int, bool]],
@@ -101,7 +109,10 @@ class Fold:
             if live is not None:
                 live.history = live.history or entry[3]
             if live is not None and not live.claims:
-                self._heap.say(live, Role.SAVED_ACTIVATIONS, None, "saved by autograd for backward")
+                self._heap.say(live, Role.SAVED_ACTIVATIONS, None, SAVED)
+        elif kind == m.WATCHED:
+            self._watching = entry[2]
+            self._watched = self._watching and (self._watched or not self._step.events)
         elif kind == _GONE:
             self._heap.is_gone(entry[2], entry[3], time)
         elif kind == m.STEP_END:
@@ -121,6 +132,11 @@ class Fold:
     def _step_ends(self, end: Any, time: int) -> None:
         heap, loop = self._heap, self._loop
         step = loop.step
+        if self._watched:
+            self.alike.watched(step, self._step.in_phases())
+        else:
+            self.alike.unwatched(self._step.in_phases())
+        self._watched = self._watching
         self._rows["phase_peaks"].extend(
             (step, phase, heap.next_event, bytes_) for phase, bytes_ in self._peaks.items())
         highest = max(self._peaks.values(), default=0)
@@ -149,6 +165,8 @@ class Fold:
 
     def finish(self) -> None:
         """Counts what light steps left alive, and hands over the highest of them."""
+        if not self._watched:
+            self.alike.unwatched(self._step.in_phases(), whole=False)
         left = Counter(
             (live.step, live.bytes) for address, live in self._young if self._heap.is_live(address, live))
         self._rows["survivors"].extend((step, size, number) for (step, size), number in sorted(left.items()))
@@ -181,6 +199,14 @@ class _StepEvents:
         self.before = heap.everything()
         self.events: list[tuple[int, Live, bool, int]] = []
         self.phases: list[tuple[int, Phase]] = []
+
+    def in_phases(self) -> Iterator[tuple[Live, bool, Phase]]:
+        """Whose each event is, whether it arrives, and the phase."""
+        phase, changes = self.first_phase, list(reversed(self.phases))
+        for position, (_, live, arrives, _) in enumerate(self.events):
+            while changes and changes[-1][0] <= position:
+                phase = changes.pop()[1]
+            yield live, arrives, phase
 
     def rows(self, text: Rows) -> Rows:
         rows = Rows(text)
