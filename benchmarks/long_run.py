@@ -1,12 +1,13 @@
 """What recording adds to a long run: memory of the process, size of the run file, time; and to a loader's workers.
 
-    python benchmarks/long_run.py [--steps 500 2000 10000] [--small-budget 20000]
+    python benchmarks/long_run.py [--steps 500 2000 10000] [--deep-steps 1500] [--small-budget 20000]
 
 The loop is a perceptron of three layers, trained with Adam on random batches: steps of about a millisecond, so that a
-number of them comes about quickly. Every row is a process of its own, beside one that runs the same loop without
-memdiag; "added" is the difference of their largest resident memories. The second table is a loop whose batches come
-from two forked workers that run 300 operators for each of them: resident memory of the workers at their first and at
-their last batch.
+number of them comes about quickly. A second one, for the small budget alone, has a hundred layers: steps of many
+events with few marks of ours among them, which is what fills the stream in light recording. Every row is a process of
+its own, beside one that runs the same loop without memdiag; "added" is the difference of their largest resident
+memories. The second table is a loop whose batches come from two forked workers that run 300 operators for each of
+them: resident memory of the workers at their first and at their last batch.
 
 Exit code 1 where more than 400 MiB are added, a run file is larger than 200 MB, or a worker grows by more than 16 MiB.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +34,7 @@ MOST_ADDED = 400 << 20
 MOST_FILE = 200 * 10**6
 MOST_WORKER_GROWTH = 16 << 20
 OPERATORS_IN_A_BATCH = 300
+DEEP = 100  # layers
 
 
 # --- in a process of its own ---------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def child(what: str, steps: int, budget: int, path: str) -> dict[str, Any]:
         recorder = Recorder(path, Options(max_events=budget) if budget else Options())
     with recorder:
         start = perf_counter()
-        found: dict[str, Any] = train(steps) if what == "loop" else load_batches(steps)
+        found: dict[str, Any] = load_batches(steps) if what == "loader" else train(what, steps)
         found["seconds"] = perf_counter() - start
     if path:
         if recorder.problem:
@@ -65,11 +68,14 @@ def child(what: str, steps: int, budget: int, path: str) -> dict[str, Any]:
     return found
 
 
-def train(steps: int) -> dict[str, Any]:
+def train(what: str, steps: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    between = [128] * (1 if what == "loop" else DEEP)
+    widths = [64, *between, 128]
+    layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(steps):
         x, y = torch.randn(32, 64), torch.randint(10, (32,))
@@ -131,6 +137,7 @@ def mib(count: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 2000, 10_000])
+    parser.add_argument("--deep-steps", type=int, default=1500, metavar="STEPS", help="of the deep loop")
     parser.add_argument("--small-budget", type=int, default=20_000, metavar="EVENTS",
                         help="of a second recording, most of which is light (default %(default)s)")
     parser.add_argument("--batches", type=int, default=2000, help="from the workers (default %(default)s)")
@@ -140,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what, steps, budget, path = args.child
         print(json.dumps(child(what, int(steps), int(budget), path)))
         return 0
-    if min(args.steps) < 1 or args.batches < 4 or args.small_budget < 1:
-        parser.error("--steps and --small-budget must be 1 or more, --batches 4 or more")
+    if min(*args.steps, args.deep_steps) < 1 or args.batches < 4 or args.small_budget < 1:
+        parser.error("--steps, --deep-steps and --small-budget must be 1 or more, --batches 4 or more")
     from overhead import machine
 
     print(f"{machine()}\n1 thread; wall-clock time", flush=True)
@@ -149,17 +156,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="memdiag-long-") as folder:
         path = str(Path(folder, "run.mdiag"))
-        for steps in args.steps:
-            plain = in_process("loop", steps, 0, "")
-            rate = f"{steps / plain['seconds']:,.0f}"
-            rows.append([f"{steps:,}", "bare", "", mib(plain["most"]), "", "", "", rate, ""])
-            for label, budget in (("default budget", 0), (f"budget {args.small_budget:,}", args.small_budget)):
-                found = in_process("loop", steps, budget, path)
+        small = f"budget {args.small_budget:,}", args.small_budget
+        runs = [("loop", steps, [("default budget", 0), small]) for steps in args.steps]
+        for what, steps, budgets in [*runs, ("deep", args.deep_steps, [small])]:
+            plain = in_process(what, steps, 0, "")
+            name, rate = f"{steps:,}{' deep' if what == 'deep' else ''}", f"{steps / plain['seconds']:,.0f}"
+            rows.append([name, "bare", "", mib(plain["most"]), "", "", "", rate, ""])
+            for label, budget in budgets:
+                found = in_process(what, steps, budget, path)
                 added, size = found["most"] - plain["most"], found["file"]
                 if added > MOST_ADDED:
-                    wrong.append(f"{steps:,} steps, {label}: {mib(added)} MiB added")
+                    wrong.append(f"{name} steps, {label}: {mib(added)} MiB added")
                 if size > MOST_FILE:
-                    wrong.append(f"{steps:,} steps, {label}: a run file of {size:,} B")
+                    wrong.append(f"{name} steps, {label}: a run file of {size:,} B")
                 rows.append([
                     "", label, f"{found['events']:,}", mib(found["most"]), mib(added), f"{size / 1e6:.2f}",
                     f"{size / found['events'] * 1000 / 1e3:.1f}", f"{steps / found['seconds']:,.0f}",

@@ -45,7 +45,7 @@ def test_overhead() -> None:
 
 def test_long_run() -> None:
     # GIVEN a few steps / WHEN they are run bare, and recorded with two budgets
-    output = run("long_run", "--steps", "5", "--small-budget", "500", "--batches", "4")
+    output = run("long_run", "--steps", "5", "--deep-steps", "3", "--small-budget", "500", "--batches", "4")
     # THEN each is a row, and the small budget leaves fewer events, since light recording sees memory alone
     full = int(row(output, "default budget")[2].replace(",", ""))
     small = int(row(output, "budget 500")[2].replace(",", ""))
