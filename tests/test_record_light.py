@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from recording import GPT, Seen, convnet, mlp, record
+from recording import GPT, Seen, convnet, mark, mlp, record
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -187,11 +188,12 @@ class TestRests:
     """In light recording, of steps that do the same only some have their saved tensors noted."""
 
     @staticmethod
-    def growing(odd: bool = False, stop: bool = False) -> Callable[[], None]:
+    def growing(batch: int = 4, extra: bool = False, stop: bool = False) -> Callable[[], None]:
         """Equal steps, each of which leaves something behind, so that the last is the highest.
 
         Args:
-            odd: the last has another batch.
+            batch: of the last.
+            extra: the last allocates something more.
             stop: it ends in its forward.
         """
         def run() -> None:
@@ -199,7 +201,9 @@ class TestRests:
             model, kept = GPT(), []
             optimizer = torch.optim.Adam(model.parameters(), foreach=False)
             for step in range(16):
-                logits = model(torch.randint(50, (9 if odd and step == 15 else 4, 8)))
+                if extra and step == 15:
+                    kept.append(mark(1_003))
+                logits = model(torch.randint(50, (batch if step == 15 else 4, 8)))
                 kept.append(logits.detach()[:, 0].clone())
                 if stop and step == 15:
                     break
@@ -225,9 +229,10 @@ class TestRests:
         monkeypatch.setattr(Saves, "_note", lambda self, tensor: noted.append(1) or note(self, tensor))
         return noted
 
-    @pytest.mark.parametrize("how", [{}, {"odd": True}, {"stop": True}])
+    @pytest.mark.parametrize("how", [
+        {}, {"batch": 9}, {"stop": True}, {"batch": 9, "stop": True}, {"extra": True}])
     def test_roles_are_as_if_every_step_was_watched(
-        self, how: dict[str, bool], packs: list[int], monkeypatch: pytest.MonkeyPatch
+        self, how: dict[str, Any], packs: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # GIVEN a run of which the highest step is no multiple of those that are watched
         assert 15 % policy.WATCHED_LIGHT_STEPS
@@ -240,10 +245,14 @@ class TestRests:
         # THEN much fewer tensors were noted, and the same was said of them
         assert few < 0.6 * (len(packs) - few)
         said, wanted = self.at_peak(rested), self.at_peak(watched)
-        if "odd" in how:  # nobody has noted that the model's result was saved too: its variable explains it
-            logits = 9 * 8 * 50 * 4
+        if "extra" in how:  # nobody has noted that the model's result was saved too: its variable explains it
+            logits = 4 * 8 * 50 * 4
             wanted["SAVED_ACTIVATIONS"] -= logits
             wanted["HELD"] += logits
+        if how == {"batch": 9, "stop": True}:  # the result would have been saved by what comes next
+            logits = wanted.pop("OTHER_ACTIVATIONS")
+            assert logits == 9 * 8 * 50 * 4
+            wanted["SAVED_ACTIVATIONS"] += logits
         assert said == wanted
         assert self.at_peak(rested)["SAVED_ACTIVATIONS"] > 0
         assert rested.step_ends == watched.step_ends
