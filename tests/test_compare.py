@@ -83,6 +83,24 @@ class TestFigures:
         # AND the text has both
         assert "train.py:9 (B: 10)" not in render_comparison(run(1))  # it did not move
 
+    def test_two_versions_of_a_script(self) -> None:
+        # GIVEN a script, and one of another name with an allocation more
+        def made(script: str, places: int, unit: int = MIB) -> Trace:
+            built = TraceBuilder(("cpu",), script=f"/project/{script}")
+            with built.step(), built.phase(Phase.FORWARD), built.operator("aten::mul"):
+                built.free(*[built.allocate((number + 1) * unit, line=f"/project/{script}:{7 + number}")
+                             for number in range(places)], built.allocate(9 * MIB, line="/project/common.py:7"))
+            return built.build()
+
+        found = compared(made("a.py", 2), made("b.py", 3))
+        # THEN lines with the same number are the same, and the one more is B's
+        assert {(line.place.line, line.b_line, line.a_bytes, line.b_bytes) for line in found.lines} == {
+            ("a.py:7", "b.py:7", MIB, MIB), ("a.py:8", "b.py:8", 2 * MIB, 2 * MIB), ("b.py:9", None, 0, 3 * MIB),
+            ("common.py:7", None, 9 * MIB, 9 * MIB)}
+        # AND the text names both files where something moved
+        moved = render_comparison(compared(made("a.py", 1), made("b.py", 1, unit=2 * MIB)))
+        assert "a.py:7 (B: b.py:7)" in moved.partition("What moved")[2]
+
     def test_two_copies_of_a_project(self) -> None:
         # GIVEN the same script in two folders
         found = compared(loop(script="/one/train.py").build(), loop(script="/other/copy/train.py").build())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class ComparedLine:
 
     Attributes:
         place: as it is in A, where it is in both.
-        b_line: its line in B, where the script was changed so that it is another one; else None.
+        b_line: its line in B, where the script was changed so that it is another one, or has another name; else None.
     """
 
     place: Place
@@ -84,23 +85,40 @@ def compare(a: View, b: View) -> Comparison:
     lines = []
     first, second = (side.places for side in sides)
     if first is not None and second is not None:
-        shifted = _shifted(first, second)
-        lines = [
-            ComparedLine(place, size, second.get(place, 0)) if place not in shifted else
-            ComparedLine(place, size, second[shifted[place]], shifted[place].line)
-            for place, size in first.items()]
-        moved = set(shifted.values())
-        lines += [ComparedLine(place, 0, size) for place, size in second.items()
-                  if place not in first and place not in moved]
+        there = _same(first, second, *(os.path.basename(side.about.get("script") or "") for side in sides))
+        for place, size in first.items():
+            other = there.get(place)
+            lines.append(
+                ComparedLine(place, size, 0) if other is None else
+                ComparedLine(place, size, second[other], None if other == place else other.line))
+        found = set(there.values())
+        lines += [ComparedLine(place, 0, size) for place, size in second.items() if place not in found]
         lines.sort(key=lambda line: (-abs(line.b_bytes - line.a_bytes), -line.a_bytes))
     return Comparison(*sides, lines, list(_reasons((a, b), sides)))
 
 
-def _shifted(first: Mapping[Place, int], second: Mapping[Place, int]) -> dict[Place, Place]:
+def _same(
+    first: Mapping[Place, int], second: Mapping[Place, int], script: str, other_script: str
+) -> dict[Place, Place]:
+    """Places of the first run, and which they are in the second, where the script may have another name."""
+    named = {place: place for place in second}
+    if script and other_script:
+        named = {_in_file(place, other_script, script): place for place in second}
+    same = {place: place for place in first if place in named} | _shifted(first, named)
+    return {place: named[other] for place, other in same.items()}
+
+
+def _in_file(place: Place, file: str, other: str) -> Place:
+    """A place in a file, as one in another."""
+    at, colon, number = (place.line or "").rpartition(":")
+    return replace(place, line=f"{other}{colon}{number}") if at == file else place
+
+
+def _shifted(first: Mapping[Place, Any], second: Mapping[Place, Any]) -> dict[Place, Place]:
     """Places that are on other lines in the second run: of those that only one of the runs has, as many in the one as
     in the other, with the same module, operator and file, in the order of their lines."""
 
-    def alone(mine: Mapping[Place, int], others: Mapping[Place, int]) -> dict[tuple[Any, ...], list[Place]]:
+    def alone(mine: Mapping[Place, Any], others: Mapping[Place, Any]) -> dict[tuple[Any, ...], list[Place]]:
         found: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
         for place in mine:
             if place not in others and place.line is not None:

@@ -96,7 +96,8 @@ def _words(line: ComparedLine) -> Place:
     """The place, with both lines where they differ."""
     if line.b_line is None:
         return line.place
-    return replace(line.place, line=f"{line.place.line} (B: {line.b_line.rpartition(':')[2]})")
+    (file, _, _), (other, _, number) = (text.rpartition(":") for text in (line.place.line or "", line.b_line))
+    return replace(line.place, line=f"{line.place.line} (B: {number if other == file else line.b_line})")
 
 
 def _lines(comparison: Comparison) -> list[str]:
