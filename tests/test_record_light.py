@@ -257,6 +257,23 @@ class TestRests:
         assert self.at_peak(rested)["SAVED_ACTIVATIONS"] > 0
         assert rested.step_ends == watched.step_ends
 
+    def test_steps_in_full_between_them(self, packs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        # GIVEN a run recorded in full
+        whole = record(self.growing())
+        every = len(packs)
+        # WHEN some of its steps are, and light ones rest before and after
+        packs.clear()
+        mixed = record(self.growing(), steps=(7, 10))
+        # THEN the full steps are as in the other, and few tensors were noted in the rest
+        assert 3 / 16 * every < len(packs) < 0.8 * every
+        for step in range(7, 10):
+            assert mixed.phases(step) == whole.phases(step)
+            assert mixed.saved(step) == whole.saved(step)
+        assert mixed.step_ends == whole.step_ends
+        mixed.closes()
+        monkeypatch.setattr(policy, "WATCHED_LIGHT_STEPS", 1)
+        assert self.at_peak(mixed) == self.at_peak(record(self.growing(), steps=(7, 10)))
+
     def test_steps_that_differ_are_all_watched(self, packs: list[int]) -> None:
         record(RUNS["gpt"], steps=(0, 2))
         light = len(packs)

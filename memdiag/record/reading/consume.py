@@ -186,6 +186,8 @@ class Consumer:
                     heap.claim(entry[2], loop.step)
                 elif kind == m.OUTPUTS:
                     heap.computed(entry[2])
+                elif kind == m.WATCHED:
+                    self._fold.watches(entry[2])
                 elif kind in ENTERS:
                     # What follows on this level is not the module's own work until the matching end.
                     shelved.append((place.span, place.operator, place.line))

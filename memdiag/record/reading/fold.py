@@ -111,8 +111,7 @@ class Fold:
             if live is not None and not live.claims:
                 self._heap.say(live, Role.SAVED_ACTIVATIONS, None, SAVED)
         elif kind == m.WATCHED:
-            self._watching = entry[2]
-            self._watched = self._watching and (self._watched or not self._step.events)
+            self.watches(entry[2])
         elif kind == _GONE:
             self._heap.is_gone(entry[2], entry[3], time)
         elif kind == m.STEP_END:
@@ -155,6 +154,11 @@ class Fold:
         self._peaks = {}
         self._found = heap.live_bytes()
         self._step = _StepEvents(loop, heap, time)
+
+    def watches(self, watching: bool) -> None:
+        """From here on saves are noted, or are not."""
+        self._watching = watching
+        self._watched = watching and (self._watched or not self._step.events)
 
     def to_full(self) -> None:
         """Full recording takes over: what light recording left alive becomes known to it."""
