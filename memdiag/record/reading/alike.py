@@ -50,11 +50,12 @@ class Alike:
         then = self._sizes if whole else self._sizes[:len(sizes)]
         self.steady = self.steady and sizes == then
         if _same_but_for_the_batch(then, sizes):
+            proof = _SAVED_THEN.format(step=self._step)
             for live, (saved, computed) in zip(made, self._kept, strict=False):
                 if computed:
                     live.claims.pop(Role.INPUTS, None)  # an alias without its history was an argument
                 if saved:
-                    self._heap.say(live, Role.SAVED_ACTIVATIONS, None, _SAVED_THEN.format(step=self._step))
+                    self._heap.say(live, Role.SAVED_ACTIVATIONS, None, proof)
             return
         in_forward: set[int] = set()
         for live, arrives, phase in events:
