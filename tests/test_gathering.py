@@ -27,8 +27,8 @@ def test_a_chunk_has_room_for_the_limit_and_what_one_change_of_pace_adds(steps: 
     for more_marks, more_events in steps:
         marks, events = marks + more_marks, events + more_events
         # WHEN each may be the end of a chunk
-        if gathering.enough(Level.LIGHT, marks, at_step_end=True):
-            gathering.read(Level.LIGHT, marks, events)
+        if gathering.enough(Level.LIGHT, 0, marks, at_step_end=True):
+            gathering.read(Level.LIGHT, 0, marks, events)
             longest = max(longest, marks)
             marks = events = 0
         # THEN none is more than twice as long as the longest before it, and the first is one step
@@ -43,11 +43,36 @@ def test_of_steps_that_are_alike_no_chunk_is_over_the_limit_by_more_than_a_step(
     for _ in range(300):
         gathered += 1
         # WHEN a chunk ends where the gathering says so
-        if gathering.enough(Level.LIGHT, gathered * marks, at_step_end=True):
-            gathering.read(Level.LIGHT, gathered * marks, gathered * events)
+        if gathering.enough(Level.LIGHT, gathered, gathered * marks, at_step_end=True):
+            gathering.read(Level.LIGHT, gathered, gathered * marks, gathered * events)
             gathered = 0
         # THEN what is left to gather is within the limit
         assert gathered * events <= LIMIT
+
+
+@given(st.integers(100, 5_000), st.integers(10, 300), st.integers(100, 5_000))
+def test_many_small_calls_between_large_steps_do_not_hide_them(calls: int, steps: int, events: int) -> None:
+    # GIVEN thousands of calls that leave next to nothing, then steps of many events, again and again
+    gathering = Gathering()
+    ended = marks = gathered = 0
+
+    def come(end: int, more_marks: int, more_events: int) -> None:
+        nonlocal ended, marks, gathered
+        ended, marks, gathered = ended + end, marks + more_marks, gathered + more_events
+        if gathering.enough(Level.LIGHT, ended, marks, at_step_end=bool(end)):
+            gathering.read(Level.LIGHT, ended, marks, gathered)
+            ended = marks = gathered = 0
+
+    most = 0
+    for _ in range(3):
+        for _ in range(calls):
+            come(0, 3, 2)
+            most = max(most, gathered)
+        for _ in range(steps):
+            come(1, 7, events)
+            most = max(most, gathered)
+    # THEN what gathers is within the limit
+    assert most <= LIMIT + events
 
 
 @pytest.mark.parametrize(("level", "model", "example", "calls"), [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from recording import GPT, Seen, convnet, mark, mlp, record
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from memdiag import policy
 from memdiag.record import gathering, recorder
@@ -188,11 +189,14 @@ class TestRests:
     """In light recording, of steps that do the same only some have their saved tensors noted."""
 
     @staticmethod
-    def growing(batch: int = 4, extra: bool = False, stop: bool = False) -> Callable[[], None]:
+    def growing(
+        batch: int = 4, length: int = 8, extra: bool = False, stop: bool = False, leak: int = 99
+    ) -> Callable[[], None]:
         """Equal steps, each of which leaves something behind, so that the last is the highest.
 
         Args:
-            batch: of the last.
+            batch, length: of the last.
+            leak: from here on graphs are kept.
             extra: the last allocates something more.
             stop: it ends in its forward.
         """
@@ -203,8 +207,8 @@ class TestRests:
             for step in range(16):
                 if extra and step == 15:
                     kept.append(mark(1_003))
-                logits = model(torch.randint(50, (batch if step == 15 else 4, 8)))
-                kept.append(logits.detach()[:, 0].clone())
+                logits = model(torch.randint(50, (batch, length) if step == 15 else (4, 8)))
+                kept.append(logits[:, 0].clone() if step >= leak else logits.detach()[:, 0].clone())
                 if stop and step == 15:
                     break
                 logits.square().mean().backward()
@@ -230,7 +234,7 @@ class TestRests:
         return noted
 
     @pytest.mark.parametrize("how", [
-        {}, {"batch": 9}, {"stop": True}, {"batch": 9, "stop": True}, {"extra": True}])
+        {}, {"batch": 9}, {"stop": True}, {"batch": 9, "stop": True}, {"length": 32}, {"extra": True}, {"leak": 10}])
     def test_roles_are_as_if_every_step_was_watched(
         self, how: dict[str, Any], packs: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -322,6 +326,50 @@ class TestRests:
         # Nobody's hooks are left over.
         with pytest.raises(RuntimeError, match="stack"):
             torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def test_hooks_that_the_script_forbids_are_not_put_back(self) -> None:
+        def losses() -> list[float]:
+            torch.manual_seed(0)
+            model, found = mlp(), []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step() -> None:
+                loss = model(torch.ones(3, 20)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+
+            for _ in range(10):
+                step()
+            with disable_saved_tensors_hooks("not here"):
+                for _ in range(9):
+                    step()
+            for _ in range(10):
+                step()
+            return found
+
+        bare, seen = losses(), []
+        light = record(lambda: seen.extend(losses()), steps=(0, 1))
+        assert seen == bare
+        assert light.steps == 29
+
+    def test_hooks_of_the_script_around_the_end_of_a_step_delay_ours_to_the_next_forward(self) -> None:
+        def run() -> None:
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(12):
+                loss = model(torch.ones(3, 20)).square().mean()
+                with saved_tensors_hooks(lambda t: t, lambda t: t) if step == 9 else nullcontext():
+                    loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        # GIVEN a step in full after one that rested / WHEN the script's hooks were there in between
+        mixed = record(run, steps=(10, 12))
+        # THEN it has its saves all the same
+        assert mixed.saved(10) == mixed.saved(11)
+        assert mixed.saved(10)
 
     def test_a_change_in_place_is_still_an_error(self) -> None:
         told: list[int] = []

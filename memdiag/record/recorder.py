@@ -79,6 +79,7 @@ class Recorder:
         self._on = False
         self._level: Level | None = None
         self._gathering = Gathering()
+        self._read_to = 0  # steps that had ended when the stream was last read
         self._said: list[str] = []
         self._kept = 0  # steps that ended before what the file has
         self._left = False
@@ -88,6 +89,7 @@ class Recorder:
         self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
         self._next_look = 1
+        self._resting = False  # what autograd keeps need not be noted in this step
         self._evaluated = 0  # forwards without gradients, one after the other
         self._next_evaluation_look = _FIRST_EVALUATION_LOOK
         self._survivors = Survivors()
@@ -160,6 +162,8 @@ class Recorder:
     def _end_here(self) -> None:
         """Closes the stream on the calling thread, and takes off what is the thread's own."""
         self._modules.unwind()
+        if self._saves.resting:
+            self._marks.instant(WATCHED, True)  # where the stream is opened again, the hooks are on
         self._saves.stop()
         self._lines.stop()
         self._cut(reopen=False)
@@ -319,7 +323,10 @@ class Recorder:
         gone, self._gone = self._gone, []
         read_before = self._consumer.events_read
         closed = self._consumer.chunk(level, roots, entries, saves, gone)
-        self._gathering.read(level, len(entries), self._consumer.events_read - read_before)
+        if not midway:  # a part of a step, such as its optimizer's, says nothing of the others
+            self._gathering.read(
+                level, self._loop.steps.closed - self._read_to, len(entries), self._consumer.events_read - read_before)
+            self._read_to = self._loop.steps.closed
         del roots
         self._stream.forget()
         if look:
@@ -454,6 +461,8 @@ class Recorder:
         if grad:
             self._threads.trains()
         self._loop.forward_begins(grad)
+        if self._saves.resting and not self._resting:
+            self._watch_or_rest()  # the script's own hooks were in the way
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
@@ -500,11 +509,11 @@ class Recorder:
     def _watch_or_rest(self) -> None:
         """A step begins: whether to note what autograd keeps. In light recording, of steps that do the same one in some
         is enough."""
-        rest = (
+        self._resting = (
             self._level is Level.LIGHT and self._consumer.steady
             and self._loop.steps.closed % policy.WATCHED_LIGHT_STEPS != 0)
-        if rest is not self._saves.resting and self._level is not None and self._saves.rest(rest):
-            self._marks.instant(WATCHED, not rest)
+        if self._resting is not self._saves.resting and self._level is not None and self._saves.rest(self._resting):
+            self._marks.instant(WATCHED, not self._resting)
 
     def _stepping(self, parameters: int | None) -> None:
         """The step of an optimizer begins, or is over. What its operators read are the parameters and their state, and
@@ -520,7 +529,8 @@ class Recorder:
 
     def _enough(self, at_step_end: bool) -> bool:
         """Whether so much has gathered in the stream that it is to be read."""
-        return self._level is not None and self._gathering.enough(self._level, len(self._marks.entries), at_step_end)
+        return self._level is not None and self._gathering.enough(
+            self._level, self._loop.steps.closed - self._read_to, len(self._marks.entries), at_step_end)
 
     def _look_now(self) -> bool:
         """Whether to read the stream at this step's end, small as it is, to see who holds what: often at first."""

@@ -74,8 +74,8 @@ class Saves:
             if resting:
                 self.resting = self._pop()
             elif self._alone():
-                self.resting = False
                 self._push()
+                self.resting = False
         return resting is self.resting
 
     def stop(self) -> None:
@@ -105,6 +105,8 @@ class Saves:
 
     def _alone(self) -> bool:
         """Whether nobody has hooks, and we may."""
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            return False
         if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
             return self._above == 0
         return _autograd._top_saved_tensors_default_hooks(True) is None

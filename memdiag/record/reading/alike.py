@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memdiag.record.reading.heap import Heap, Live
-from memdiag.trace import Phase, Role
+from memdiag.trace import NONE, Phase, Role
 
 SAVED = "saved by autograd for backward"
 _SAVED_THEN = SAVED + " in step {step}, which made the same allocations in the same order"
 _FREED = "made in the forward of its step and freed in its backward"
+
+_MOST_UNLIKE = 100  # steps whose allocations are remembered
 
 # An allocation or a free, in order: whose, whether it arrives, and in which phase.
 Events = Iterable[tuple[Live, bool, Phase]]
@@ -27,6 +29,7 @@ class Alike:
         self._step = 0
         self._sizes: list[int] = []
         self._kept: list[tuple[bool, bool]] = []  # of each: saved, computed and no input
+        self._unlike: list[list[Live]] = []  # allocations of steps since that one which were not as it
         self.steady = False
 
     def watched(self, step: int, events: Events) -> None:
@@ -37,6 +40,10 @@ class Alike:
         self._step, self._sizes = step, sizes
         self._kept = [
             (Role.SAVED_ACTIVATIONS in live.claims, live.history and Role.INPUTS not in live.claims) for live in made]
+        for others in self._unlike:
+            if [live.bytes for live in others] == sizes:  # the first of those that do something new was not watched
+                self._as_then(others)
+        self._unlike = []
 
     def unwatched(self, events: Events, whole: bool = True) -> None:
         """Says what was saved in a step in which no save was noted.
@@ -50,13 +57,10 @@ class Alike:
         then = self._sizes if whole else self._sizes[:len(sizes)]
         self.steady = self.steady and sizes == then
         if _same_but_for_the_batch(then, sizes):
-            proof = _SAVED_THEN.format(step=self._step)
-            for live, (saved, computed) in zip(made, self._kept, strict=False):
-                if computed:
-                    live.claims.pop(Role.INPUTS, None)  # an alias without its history was an argument
-                if saved:
-                    self._heap.say(live, Role.SAVED_ACTIVATIONS, None, proof)
+            self._as_then(made)
             return
+        if len(self._unlike) < _MOST_UNLIKE:
+            self._unlike.append(made)
         in_forward: set[int] = set()
         for live, arrives, phase in events:
             if arrives and phase is Phase.FORWARD:
@@ -64,9 +68,20 @@ class Alike:
             elif not arrives and phase is Phase.BACKWARD and id(live) in in_forward and not live.claims:
                 self._heap.say(live, Role.SAVED_ACTIVATIONS, None, _FREED)
 
+    def _as_then(self, made: list[Live]) -> None:
+        """What was saved, of allocations that are those of the step that was watched."""
+        proof = _SAVED_THEN.format(step=self._step)
+        for live, (saved, computed) in zip(made, self._kept, strict=False):
+            if computed and live.id == NONE:
+                live.claims.pop(Role.INPUTS, None)  # an alias without its history was an argument
+            if saved:
+                self._heap.say(live, Role.SAVED_ACTIVATIONS, None, proof)
+
 
 def _same_but_for_the_batch(sizes: list[int], others: list[int]) -> bool:
-    """Whether two steps made as many allocations, each of the same size in both or, where it depends on the batch,
+    """Whether two steps made as many allocations, those that depend on the batch all larger in one of the two, or each
     changed as all of its size are that change."""
-    changed = {pair for pair in zip(sizes, others, strict=False) if pair[0] != pair[1]}
-    return len(sizes) == len(others) and len(changed) == len({size for size, _ in changed})
+    if len(sizes) != len(others):
+        return False
+    changed = {pair for pair in zip(sizes, others, strict=True) if pair[0] != pair[1]}
+    return len({size < other for size, other in changed}) <= 1 or len(changed) == len({size for size, _ in changed})
