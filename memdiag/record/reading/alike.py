@@ -11,7 +11,7 @@ SAVED = "saved by autograd for backward"
 _SAVED_THEN = SAVED + " in step {step}, which made the same allocations in the same order"
 _FREED = "made in the forward of its step and freed in its backward"
 
-_MOST_UNLIKE = 100  # steps whose allocations are remembered
+_MOST_UNLIKE = 50_000  # allocations that are remembered, some 15 MB
 
 # An allocation or a free, in order: whose, whether it arrives, and in which phase.
 Events = Iterable[tuple[Live, bool, Phase]]
@@ -59,7 +59,7 @@ class Alike:
         if _same_but_for_the_batch(then, sizes):
             self._as_then(made)
             return
-        if len(self._unlike) < _MOST_UNLIKE:
+        if sum(map(len, self._unlike)) + len(made) <= _MOST_UNLIKE:
             self._unlike.append(made)
         in_forward: set[int] = set()
         for live, arrives, phase in events:
