@@ -74,8 +74,8 @@ class Saves:
             if resting:
                 self.resting = self._pop()
             elif self._alone():
+                self.resting = False  # or the push would count as the script's
                 self._push()
-                self.resting = False
         return resting is self.resting
 
     def stop(self) -> None:
