@@ -99,4 +99,4 @@ def test_a_long_evaluation_is_read_in_parts(
             model(example)
     # THEN it was read now and then, however rarely it is looked at who holds what
     assert sum(parts) > 3 * LIMIT
-    assert max(parts) < 1.1 * LIMIT
+    assert max(parts) < LIMIT + 3 * sum(parts) / calls  # read before a call, and told by the chunk before
