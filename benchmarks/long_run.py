@@ -72,8 +72,7 @@ def train(what: str, steps: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    between = [128] * (1 if what == "loop" else DEEP)
-    widths = [64, *between, 128]
+    widths = [64] + [128] * (2 if what == "loop" else DEEP)
     layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -285,24 +285,32 @@ class TestRests:
         record(RUNS["gpt"], max_events=10**9)
         assert light == len(packs)
 
+    @staticmethod
+    def training() -> tuple[Callable[..., None], list[float]]:
+        """A step of a perceptron, with a context to put around its backward and its optimizer; and its losses."""
+        torch.manual_seed(0)
+        model, losses = mlp(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(around: AbstractContextManager[Any] | None = None) -> None:
+            loss = model(torch.ones(3, 20)).square().mean()
+            with around or nullcontext():
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+        return step, losses
+
     def test_a_scripts_own_hooks_are_left_in_peace(self) -> None:
         """Around a step, around a step's end, and around many steps."""
         def losses() -> list[float]:
-            torch.manual_seed(0)
-            model = mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            found, calls = [], []
+            step, found = self.training()
+            calls = []
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 calls.append(1)
                 return tensor.clone()
-
-            def step() -> None:
-                loss = model(torch.ones(3, 20)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
 
             for round_ in range(8):
                 for _ in range(3):
@@ -311,11 +319,7 @@ class TestRests:
                     for _ in range(1 + round_ % 3):
                         step()
                     found.append(len(calls))
-                loss = model(torch.ones(3, 20)).square().mean()
-                with saved_tensors_hooks(pack, lambda tensor: tensor):
-                    loss.backward()
-                    optimizer.step()
-                optimizer.zero_grad()
+                step(saved_tensors_hooks(pack, lambda tensor: tensor))
                 found.append(len(calls))
             return found
 
@@ -329,17 +333,7 @@ class TestRests:
 
     def test_hooks_that_the_script_forbids_are_not_put_back(self) -> None:
         def losses() -> list[float]:
-            torch.manual_seed(0)
-            model, found = mlp(), []
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            def step() -> None:
-                loss = model(torch.ones(3, 20)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-
+            step, found = self.training()
             for _ in range(10):
                 step()
             with disable_saved_tensors_hooks("not here"):
@@ -356,14 +350,9 @@ class TestRests:
 
     def test_hooks_of_the_script_around_the_end_of_a_step_delay_ours_to_the_next_forward(self) -> None:
         def run() -> None:
-            model = mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(12):
-                loss = model(torch.ones(3, 20)).square().mean()
-                with saved_tensors_hooks(lambda t: t, lambda t: t) if step == 9 else nullcontext():
-                    loss.backward()
-                    optimizer.step()
-                optimizer.zero_grad()
+            step, _ = self.training()
+            for number in range(12):
+                step(saved_tensors_hooks(lambda t: t, lambda t: t) if number == 9 else None)
 
         # GIVEN a step in full after one that rested / WHEN the script's hooks were there in between
         mixed = record(run, steps=(10, 12))

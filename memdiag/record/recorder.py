@@ -89,7 +89,6 @@ class Recorder:
         self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
         self._next_look = 1
-        self._resting = False  # what autograd keeps need not be noted in this step
         self._evaluated = 0  # forwards without gradients, one after the other
         self._next_evaluation_look = _FIRST_EVALUATION_LOOK
         self._survivors = Survivors()
@@ -326,7 +325,7 @@ class Recorder:
         if not midway:  # a part of a step, such as its optimizer's, says nothing of the others
             self._gathering.read(
                 level, self._loop.steps.closed - self._read_to, len(entries), self._consumer.events_read - read_before)
-            self._read_to = self._loop.steps.closed
+        self._read_to = self._loop.steps.closed
         del roots
         self._stream.forget()
         if look:
@@ -461,8 +460,8 @@ class Recorder:
         if grad:
             self._threads.trains()
         self._loop.forward_begins(grad)
-        if self._saves.resting and not self._resting:
-            self._watch_or_rest()  # the script's own hooks were in the way
+        if self._saves.resting:
+            self._watch_or_rest()  # the script's own hooks may have been in the way when the step began
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
@@ -509,11 +508,11 @@ class Recorder:
     def _watch_or_rest(self) -> None:
         """A step begins: whether to note what autograd keeps. In light recording, of steps that do the same one in some
         is enough."""
-        self._resting = (
+        rest = (
             self._level is Level.LIGHT and self._consumer.steady
             and self._loop.steps.closed % policy.WATCHED_LIGHT_STEPS != 0)
-        if self._resting is not self._saves.resting and self._level is not None and self._saves.rest(self._resting):
-            self._marks.instant(WATCHED, not self._resting)
+        if rest is not self._saves.resting and self._level is not None and self._saves.rest(rest):
+            self._marks.instant(WATCHED, not rest)
 
     def _stepping(self, parameters: int | None) -> None:
         """The step of an optimizer begins, or is over. What its operators read are the parameters and their state, and

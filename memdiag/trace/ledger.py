@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memdiag.trace.model import NONE, SAVE_GRAD, SAVE_LEAF, Kind, Phase, Role, Trace
+from memdiag.trace.model import NONE, SAVE_GRAD, SAVE_LEAF, SAVED, Kind, Phase, Role, Trace
 from memdiag.trace.nesting import Nesting, nesting, span_rows
 from memdiag.trace.timeline import Lives, event_count, lives, of_device
 
@@ -214,7 +214,7 @@ class _Facts:
             (Role.INPUTS, constant & ~self.in_module & ~self.in_node,
              "a constant that autograd saved, born outside the model"),
             (Role.RECOMPUTED_ACTIVATIONS, self.recompute, "born while a checkpointed region ran again"),
-            (Role.SAVED_ACTIVATIONS, saved, "saved by autograd for backward"),
+            (Role.SAVED_ACTIVATIONS, saved, SAVED),
             (Role.BACKWARD_TEMPORARIES, self.phase[Phase.BACKWARD] & self.before_end_of(self.phase_row),
              "born in backward and gone by its end"),
             (Role.BACKWARD_TEMPORARIES, self.phase[Phase.BACKWARD] & self.in_node & passing,

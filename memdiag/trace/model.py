@@ -149,6 +149,9 @@ MIRRORS = "the script writes gradients into it"
 STEPPED = "a parameter of an optimizer"
 """Proof in a claim: an optimizer that has stepped lists it."""
 
+SAVED = "saved by autograd for backward"
+"""Proof of a saved activation."""
+
 STATE = "in the state of optimizer {}"
 """Proof in a claim, with the number of the optimizer."""
 

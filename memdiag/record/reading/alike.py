@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from memdiag.record.reading.heap import Heap, Live
 from memdiag.trace import NONE, Phase, Role
+from memdiag.trace.model import SAVED
 
-SAVED = "saved by autograd for backward"
 _SAVED_THEN = SAVED + " in step {step}, which made the same allocations in the same order"
 _FREED = "made in the forward of its step and freed in its backward"
 
@@ -32,9 +32,12 @@ class Alike:
         self._unlike: list[list[Live]] = []  # allocations of steps since that one which were not as it
         self.steady = False
 
-    def watched(self, step: int, events: Events) -> None:
-        """A step has ended in which every save was noted."""
-        made = [live for live, arrives, _ in events if arrives]
+    def watched(self, step: int, made: list[Live]) -> None:
+        """A step has ended in which every save was noted.
+
+        Args:
+            made: its allocations, in order.
+        """
         sizes = [live.bytes for live in made]
         self.steady = sizes == self._sizes
         self._step, self._sizes = step, sizes
@@ -45,14 +48,14 @@ class Alike:
                 self._as_then(others)
         self._unlike = []
 
-    def unwatched(self, events: Events, whole: bool = True) -> None:
+    def unwatched(self, made: list[Live], events: Events, whole: bool = True) -> None:
         """Says what was saved in a step in which no save was noted.
 
         Args:
+            made: its allocations, in order.
+            events: its allocations and frees.
             whole: the step has ended; else it need only be like the beginning of the other.
         """
-        events = list(events)
-        made = [live for live, arrives, _ in events if arrives]
         sizes = [live.bytes for live in made]
         then = self._sizes if whole else self._sizes[:len(sizes)]
         self.steady = self.steady and sizes == then

@@ -9,12 +9,13 @@ from typing import Any
 
 from memdiag.record import marks as m
 from memdiag.record.marks import Entry
-from memdiag.record.reading.alike import SAVED, Alike
+from memdiag.record.reading.alike import Alike
 from memdiag.record.reading.failures import EVENT as OUT_OF_MEMORY
 from memdiag.record.reading.heap import UNRECORDED, Heap, Live
 from memdiag.record.reading.loopstate import ENTERS, LoopState
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Role
+from memdiag.trace.model import SAVED
 
 _GONE = -1  # a moment that is no mark
 
@@ -132,9 +133,9 @@ class Fold:
         heap, loop = self._heap, self._loop
         step = loop.step
         if self._watched:
-            self.alike.watched(step, self._step.in_phases())
+            self.alike.watched(step, self._step.made())
         else:
-            self.alike.unwatched(self._step.in_phases())
+            self.alike.unwatched(self._step.made(), self._step.in_phases())
         self._watched = self._watching
         self._rows["phase_peaks"].extend(
             (step, phase, heap.next_event, bytes_) for phase, bytes_ in self._peaks.items())
@@ -170,7 +171,7 @@ class Fold:
     def finish(self) -> None:
         """Counts what light steps left alive, and hands over the highest of them."""
         if not self._watched:
-            self.alike.unwatched(self._step.in_phases(), whole=False)
+            self.alike.unwatched(self._step.made(), self._step.in_phases(), whole=False)
         left = Counter(
             (live.step, live.bytes) for address, live in self._young if self._heap.is_live(address, live))
         self._rows["survivors"].extend((step, size, number) for (step, size), number in sorted(left.items()))
@@ -203,6 +204,10 @@ class _StepEvents:
         self.before = heap.everything()
         self.events: list[tuple[int, Live, bool, int]] = []
         self.phases: list[tuple[int, Phase]] = []
+
+    def made(self) -> list[Live]:
+        """Its allocations, in order."""
+        return [live for _, live, arrives, _ in self.events if arrives]
 
     def in_phases(self) -> Iterator[tuple[Live, bool, Phase]]:
         """Whose each event is, whether it arrives, and the phase."""
