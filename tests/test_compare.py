@@ -101,6 +101,20 @@ class TestFigures:
         moved = render_comparison(compared(made("a.py", 1), made("b.py", 1, unit=2 * MIB)))
         assert "a.py:7 (B: b.py:7)" in moved.partition("What moved")[2]
 
+    def test_a_copy_of_a_script_with_lines_taken_out(self) -> None:
+        # GIVEN two allocations on lines 8 and 10, and in the copy on 6 and 8
+        def made(script: str, first: int) -> Trace:
+            built = TraceBuilder(("cpu",), script=f"/project/{script}")
+            with built.step(), built.phase(Phase.FORWARD), built.operator("aten::mul"):
+                built.free(*[built.allocate((number + 1) * MIB, line=f"/project/{script}:{first + 2 * number}")
+                             for number in range(2)])
+            return built.build()
+
+        found = compared(made("a.py", 8), made("b.py", 6))
+        # THEN the first is the first, though there is a line 8 in both
+        assert {(line.place.line, line.b_line, line.a_bytes, line.b_bytes) for line in found.lines} == {
+            ("a.py:8", "b.py:6", MIB, MIB), ("a.py:10", "b.py:8", 2 * MIB, 2 * MIB)}
+
     def test_two_copies_of_a_project(self) -> None:
         # GIVEN the same script in two folders
         found = compared(loop(script="/one/train.py").build(), loop(script="/other/copy/train.py").build())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,12 +100,30 @@ def compare(a: View, b: View) -> Comparison:
 def _same(
     first: Mapping[Place, int], second: Mapping[Place, int], script: str, other_script: str
 ) -> dict[Place, Place]:
-    """Places of the first run, and which they are in the second, where the script may have another name."""
+    """Places of the first run, and which they are in the second: those of one line, and those in one order. Where the
+    script has another name, a line of the same number says less than the order."""
     named = {place: place for place in second}
-    if script and other_script:
+    renamed = bool(script and other_script) and script != other_script
+    if renamed:
         named = {_in_file(place, other_script, script): place for place in second}
-    same = {place: place for place in first if place in named} | _shifted(first, named)
+    same: dict[Place, Place] = {}
+    for pairs in (_in_order, _of_one_line) if renamed else (_of_one_line, _in_order):
+        found = set(same.values())
+        same |= pairs([p for p in first if p not in same], [p for p in named if p not in found])
     return {place: named[other] for place, other in same.items()}
+
+
+def _of_one_line(first: Collection[Place], second: Collection[Place]) -> dict[Place, Place]:
+    others = set(second)
+    return {place: place for place in first if place in others}
+
+
+def _in_order(first: Collection[Place], second: Collection[Place]) -> dict[Place, Place]:
+    """Of places with the same module, operator and file, as many in both: the first is the first, and so on."""
+    groups, others = _groups(first), _groups(second)
+    return {
+        a: b for key, places in groups.items() if len(places) == len(others.get(key, ()))
+        for a, b in zip(places, others[key], strict=True)}
 
 
 def _in_file(place: Place, file: str, other: str) -> Place:
@@ -114,21 +132,14 @@ def _in_file(place: Place, file: str, other: str) -> Place:
     return replace(place, line=f"{other}{colon}{number}") if at == file else place
 
 
-def _shifted(first: Mapping[Place, Any], second: Mapping[Place, Any]) -> dict[Place, Place]:
-    """Places that are on other lines in the second run: of those that only one of the runs has, as many in the one as
-    in the other, with the same module, operator and file, in the order of their lines."""
-
-    def alone(mine: Mapping[Place, Any], others: Mapping[Place, Any]) -> dict[tuple[Any, ...], list[Place]]:
-        found: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
-        for place in mine:
-            if place not in others and place.line is not None:
-                found[place.module, place.operator, place.line.rpartition(":")[0]].append(place)
-        return {key: sorted(places, key=_number) for key, places in found.items()}
-
-    there = alone(second, first)
-    return {
-        a: b for key, places in alone(first, second).items() if len(places) == len(there.get(key, ()))
-        for a, b in zip(places, there[key], strict=True)}
+def _groups(places: Iterable[Place]) -> dict[tuple[Any, ...], list[Place]]:
+    """Places of the same module, operator and file, in the order of their lines: where a script was changed elsewhere,
+    they are on other lines in the same order."""
+    found: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    for place in places:
+        if place.line is not None:
+            found[place.module, place.operator, place.line.rpartition(":")[0]].append(place)
+    return {key: sorted(group, key=_number) for key, group in found.items()}
 
 
 def _number(place: Place) -> int:
