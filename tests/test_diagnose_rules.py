@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memdiag.diagnose import Class, Diagnosis, Finding, diagnose
+from memdiag.diagnose.evidence import Evidence
+from memdiag.trace import NONE
 from memdiag.trace.view import View
 
 
@@ -61,6 +63,67 @@ class TestActivations:
     def test_a_fused_attention_has_none(self) -> None:
         found = diagnosis(lambda: steps(Attention(True), lambda m: m(torch.randn(2, 3000, 32)).square().mean()))
         assert "attention_matrix" not in kinds(found)
+
+    def test_attention_between_two_sequences_has_one_too(self) -> None:
+        class Across(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.q, self.kv = nn.Linear(32, 32), nn.Linear(32, 64)
+
+            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                k, v = self.kv(y).chunk(2, dim=-1)
+                return torch.einsum("bqk,bkd->bqd", torch.einsum("bqd,bkd->bqk", self.q(x), k).softmax(-1), v)
+
+        found = diagnosis(lambda: steps(
+            Across(), lambda m: m(torch.randn(2, 900, 32), torch.randn(2, 500, 32)).square().mean()))
+        finding = of_kind(found, "attention_matrix")
+        assert finding.bytes % (2 * 900 * 500 * 4) == 0
+        assert "square" not in " ".join(finding.evidence)
+
+    def test_layers_as_large_as_the_matrix_are_none(self) -> None:
+        # GIVEN an MLP of which each result has as many elements as the attention's matrix
+        batch, length, width = 4, 64, 64
+        mlp = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
+        model = nn.Sequential(nn.Linear(width, 32), Attention(False), nn.Linear(32, width), mlp)
+        seen = record(lambda: steps(model, lambda m: m(torch.randn(batch, length, width)).square().mean()))
+        found = Evidence(view := View(seen.trace), view)
+        # WHEN it is asked what belongs to its softmax
+        mine = found.around(found.saves.softmaxes, between_products=True)
+        # THEN that is, in each forward: the product, its scaling, the softmax; and no result of the MLP
+        size = batch * length * length * 4
+        assert batch * length * width * 4 == size
+        forward = mine & (view.nest.of(view.nest.node, view.born_in) == NONE)
+        assert forward.sum() == 5 * 3
+        assert set(found.size[forward]) == {size}
+        # AND in each backward, the gradients of the three
+        assert (mine & ~forward).sum() == 5 * 3
+        assert "attention_matrix" not in kinds(diagnose(view))
+
+    def test_layers_as_large_as_the_logits_are_none(self) -> None:
+        # GIVEN as many classes as a layer has features
+        batch, width = 512, 96
+        model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
+        head = nn.Linear(width, width)
+        target = torch.zeros(batch, dtype=torch.long)
+        seen = record(lambda: steps(nn.Sequential(model, head), lambda m: nn.functional.cross_entropy(
+            m(torch.randn(batch, width)) * 0.5, target)))
+        found = Evidence(view := View(seen.trace), view)
+        mine = found.around(found.saves.class_losses)
+        # THEN what belongs to the loss is, in each forward: the logits, half of them, their softmax
+        forward = mine & (view.nest.of(view.nest.node, view.born_in) == NONE)
+        assert forward.sum() == 5 * 3
+        assert set(found.size[forward]) == {batch * width * 4}
+        assert "logits" not in kinds(diagnose(view))
+
+    def test_similarities_that_weigh_nothing_are_no_attention(self) -> None:
+        """A contrastive loss has a softmax over the product of two tensors, of which only the loss is taken."""
+        encoder = nn.Linear(32, 32)
+
+        def loss(model: nn.Module) -> torch.Tensor:
+            x = model(torch.randn(1500, 32))
+            return -(x @ x.T / 8).softmax(-1).diagonal().log().mean()
+
+        assert "attention_matrix" not in kinds(diagnosis(lambda: steps(encoder, loss)))
 
     def test_logits_are_named(self) -> None:
         def loss(model: nn.Module) -> torch.Tensor:

@@ -14,7 +14,6 @@ from memdiag.diagnose.alive import by_place, by_role
 from memdiag.diagnose.growth import growing
 from memdiag.policy import COMPARED_SHARE
 from memdiag.trace import NONE, Role
-from memdiag.trace.peak import phase_peaks
 from memdiag.trace.places import Place
 from memdiag.trace.view import View
 from memdiag.units import format_bytes
@@ -164,7 +163,7 @@ def _side(view: View) -> Side:
 
 def _is_cold(view: View, peak: int) -> bool:
     steps = view.trace["steps"]
-    phases = phase_peaks(view.trace, view.nest, view.line)
+    phases = view.phase_peaks
     # What comes before the first step has ended belongs to it.
     warm_up = np.isin(phases.step, steps["step"][steps["warm_up"] != 0]) | (phases.step == 0)
     highest = int(phases.bytes[~warm_up & (phases.step != NONE)].max(initial=0))

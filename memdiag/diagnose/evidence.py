@@ -78,19 +78,27 @@ class Evidence(Moment):
     def leaked(self) -> Mask:
         """What grows, and was left by an earlier step than that of the peak."""
         if self.at is not self.run:
-            return np.zeros(len(self.size), dtype=bool)
-        earlier: Mask = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
+            earlier: Mask = self._of_run(self.growing.leaks) & (self.at.life.born == NONE)
+        else:
+            earlier = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
         return earlier
+
+    def _of_run(self, chosen: Mask) -> Mask:
+        """Allocations of the run, where the peak is in a light step: those that have a row there."""
+        found = np.zeros(len(self.size), dtype=bool)
+        continues = self.at.trace["continues"]
+        found[continues["allocation"]] = chosen[continues["row"]]
+        return found
 
     @cached_property
     def filling(self) -> Mask:
         """What containers of a fixed capacity keep, that are not full yet."""
-        return self.growing.filling if self.at is self.run else np.zeros(len(self.size), dtype=bool)
+        return self.growing.filling if self.at is self.run else self._of_run(self.growing.filling)
 
-    @cached_property
+    @property
     def leak_rate(self) -> float:
         """Bytes that leak with every step."""
-        return sum(site.bytes_per_step for site in self.growing.leak_sites)
+        return self.growing.leak_rate
 
     @cached_property
     def swelling(self) -> Ints:
@@ -132,30 +140,31 @@ class Evidence(Moment):
             Which they are, where they matter; and the largest pair of operands, None where they do not.
         """
         spans = self.at.trace["spans"]
-        texts = np.unique(spans["signature"][np.isin(spans["name"], self.at.trace.numbers(*_DIFFERENCES))])
-        pairs = [pair for text in texts.tolist() if (pair := _column_and_row(self.at.trace.string(text))) is not None]
-        mine = self._passing & self.saves.alike([(*row, row[-1]) for _, row in pairs])
+        differences = np.isin(spans["name"], self.at.trace.numbers(*_DIFFERENCES))
+        texts = np.unique(spans["signature"][differences]).tolist()
+        pairs = {text: pair for text in texts if (pair := _column_and_row(self.at.trace.string(text))) is not None}
+        alike = self.saves.alike([(*row, row[-1]) for _, row in pairs.values()])
+        made = self.flow.made_in(differences & np.isin(spans["signature"], list(pairs)))
+        mine = self._passing & self.flow.together(made & alike, alike)
         if not pairs or not self.matters(mine):
             return np.zeros(len(self.size), dtype=bool), None
-        return mine, max(pairs)
+        return mine, max(pairs.values())
 
     @cached_property
     def written_softmax(self) -> Mask:
-        """What has the size of a softmax that is written out in single operators, where there is much of it.
+        """What makes a softmax that is written out in single operators, and is made of it, where that is much.
 
         An argument of the exponential that a variable holds beyond the forward would be there all the same.
         """
-        shapes = self.saves.written_softmax
-        mine: Mask = (self._passing | self.saves.saved & (self.role == Role.INPUTS)) & self.saves.alike(shapes)
+        mine: Mask = self._passing | self.saves.saved & (self.role == Role.INPUTS)
+        mine &= self.around(self.saves.written_softmaxes)
         born, step = self.at.life.born, self.at.born_step
         exponential = mine & self.made_by("aten::exp")
         first = np.full(int(step.max(initial=0)) + 2, np.iinfo(np.int64).max)  # in each step; the last is for none
         np.minimum.at(first, step[exponential], born[exponential])
         over = at(self.at.trace["spans"]["end_event"], self.at.nest.of(self.at.nest.phase, self.at.born_in))
         mine &= (self.role != Role.OTHER_ACTIVATIONS) | (born >= first[step]) | (self.at.life.died <= over)
-        if not shapes or not self.matters(mine):
-            return np.zeros(len(self.size), dtype=bool)
-        return mine
+        return mine if self.matters(mine) else np.zeros(len(self.size), dtype=bool)
 
     @cached_property
     def _passing(self) -> Mask:
@@ -266,10 +275,11 @@ class Evidence(Moment):
     @cached_property
     def reachable(self) -> Mask:
         """What checkpointing could free at most: saved activations that were made inside modules, also those that are
-        made anew in backward for a checkpoint that is too large."""
-        inside = self.at.nest.of(self.at.nest.module, self.at.born_in) != NONE
-        found: Mask = inside & self.of(Class.ACTIVATION)
-        found &= np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
+        made anew in backward for a checkpoint that is too large. Of a light step no modules are known: all saved ones.
+        """
+        found = self.of(Class.ACTIVATION) & np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
+        if self.at is self.run:
+            found &= self.at.nest.of(self.at.nest.module, self.at.born_in) != NONE
         return found
 
     def main_class(self, chosen: Mask, *classes: Class) -> Class:

@@ -9,11 +9,13 @@ import numpy as np
 
 from memdiag.diagnose.holders import capacity, is_variable, last_looks
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
-from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
+from memdiag.policy import GROWTH_BIRTHS, GROWTH_MORE, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
 from memdiag.trace.model import GARBAGE, Trace
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
+
+_PERSISTENT = (Role.PARAMETERS, Role.BUFFERS, Role.GRADIENTS, Role.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True)
@@ -24,55 +26,124 @@ class Growing:
         growth: the numbers.
         leaks: over the run's allocations, those that survive at growing places; the state of one optimizer, which its
             own bounds limit, is growth and no leak; nor is what a container of a fixed capacity keeps.
-        leak_sites: the places of the leaks.
+        leak_rate: bytes of leaks that come with every step.
+        leak_sites: their places, where steps were recorded in full.
         filling: those that survive at growing places in containers of a fixed capacity.
         cycles: those that survive at growing places in reference cycles, until the garbage collector comes by.
     """
 
     growth: Growth
     leaks: Mask
+    leak_rate: float
     leak_sites: list[Site]
     cycles: Mask
     filling: Mask
 
 
 def growing(run: View) -> Growing:
-    """Looks at what is alive at the ends of the steps that were recorded in full; where they are too few, at all that
-    is alive at the ends of all steps, of which no place is known.
+    """Looks at what is alive at the ends of steps, from place to place.
 
     A place in the code is growing where what it made is alive at the ends of later steps, more and more of it, until
     the last. The first step is warm-up and does not count; a cache that fills and stops is not growth; nor is what
-    one step leaves for the next.
+    one step leaves for the next. Of light steps no place is known: there it is one size, or all other sizes together.
+    By how much, and where, is told by the steps that were recorded in full; by the light ones where those are too few,
+    or grew by much less.
     """
-    trace = run.trace
-    steps = trace["steps"]
+    trace, steps = run.trace, run.trace["steps"]
+    light = np.flatnonzero(steps["level"] == Level.LIGHT)
+    left = np.flatnonzero(run.mine & (run.born_in == NONE) & np.isin(run.born_step, steps["step"][light]))
+    of_light = _light(run, left, steps["step"][light], steps["end_event"][light])
     ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
-    nothing = np.zeros(len(run.life.born), dtype=bool)
-    if len(ends) <= GROWTH_BIRTHS:
-        return Growing(Growth(_of_all(steps["end_bytes"]), None, []), nothing, [], nothing, nothing)
     first = np.searchsorted(ends, run.life.born, side="right")
     last = np.searchsorted(ends, run.life.died, side="right")
+    survives = run.mine & (last > first) & (run.life.born != NONE)
+    survives[left] = False
     size = trace["allocations"]["bytes"]
-    survives = np.flatnonzero(run.mine & (last > first) & (run.life.born != NONE))
-    site, keys = _sites(trace, run, survives)
-    order = np.argsort(site, kind="stable")
-    groups = np.split(survives[order], np.cumsum(np.bincount(site, minlength=len(keys)))[:-1])
-    rates = np.array([
-        _rate(_series(first[mine], last[mine], size[mine], len(ends)), _births(run, mine, first, last, len(ends)))
-        for mine in groups])
-    found = np.flatnonzero(rates > 0)
-    found = found[np.argsort(-rates[found], kind="stable")]
-    bounded, garbage = _state(run, survives, site, len(keys)), _garbage(trace, survives, site, len(keys))
-    fills = _filling(trace, survives, site, len(keys)) & ~garbage
-    bounded |= fills
-    leaks, cycles, filling = nothing.copy(), nothing.copy(), nothing.copy()
-    leaks[survives[np.isin(site, found) & ~(bounded | garbage)[site]]] = True
-    cycles[survives[np.isin(site, found) & garbage[site]]] = True
-    filling[survives[np.isin(site, found) & fills[site]]] = True
+    if len(ends) <= GROWTH_BIRTHS:
+        leaks, cycles, filling = (of_light.mask(kind) for kind in (of_light.leaks, of_light.garbage, of_light.fills))
+        # What a few steps in full left, too, is known by its size.
+        leaks |= survives & np.isin(size, size[leaks]) & ~np.isin(_last_roles(run), _PERSISTENT)
+        rate = of_light.rate or _of_all(steps["end_bytes"])
+        return Growing(Growth(rate, None, []), leaks, of_light.leak_rate, [], cycles, filling)
+    site, keys = _sites(trace, run, np.flatnonzero(survives))
+    of_full = _Places(run, np.flatnonzero(survives), site, len(keys), first, last, len(ends))
+    found = np.flatnonzero(of_full.rates > 0)
+    found = found[np.argsort(-of_full.rates[found], kind="stable")]
     places = [_place(trace, keys[number]) for number in found]
-    sites = [Site(p.operator, p.module, p.line, float(rates[number])) for p, number in zip(places, found, strict=True)]
-    leak_sites = [place for place, number in zip(sites, found, strict=True) if not (bounded | garbage)[number]]
-    return Growing(Growth(float(rates[found].sum()), None, sites), leaks, leak_sites, cycles, filling)
+    sites = [Site(p.operator, p.module, p.line, float(of_full.rates[number]))
+             for p, number in zip(places, found, strict=True)]
+    leak_sites = [place for place, number in zip(sites, found, strict=True) if of_full.leaks[number]]
+    leaks, cycles, filling = (of_full.mask(kind) for kind in (of_full.leaks, of_full.garbage, of_full.fills))
+    # Light steps do not tell what else grows from a leak, save by its size.
+    bounded = np.setdiff1d(size[survives & ~leaks], size[leaks])
+    leaks |= of_light.mask(of_light.leaks) & ~np.isin(size, bounded)
+    rate, leak_rate = of_full.rate, of_full.leak_rate
+    if of_light.leak_rate > GROWTH_MORE * rate:
+        rate = leak_rate = of_light.leak_rate
+    return Growing(Growth(rate, None, sites), leaks, leak_rate, leak_sites, cycles, filling)
+
+
+class _Places:
+    """How places grow.
+
+    Args:
+        allocations: what outlives its step.
+        site: the place of each, a number below ``sites``.
+        first, last: of all allocations of the run, the steps from and before whose ends they are alive.
+
+    Attributes:
+        rates: bytes per step by which each place grows; 0 where it does not. ``rate`` is their sum.
+        bounded: places that hold what only cycles keep, what fills containers, or an optimizer's state.
+        leaks, garbage, fills: those of the growing places that leak, that hold what only cycles keep, and that fill.
+    """
+
+    def __init__(
+        self, run: View, allocations: Ints, site: Ints, sites: int, first: Ints, last: Ints, steps: int
+    ) -> None:
+        size = run.trace["allocations"]["bytes"]
+        order = np.argsort(site, kind="stable")
+        groups = np.split(allocations[order], np.cumsum(np.bincount(site, minlength=sites))[:-1]) if sites else []
+        self.rates = np.array([
+            _rate(_series(first[mine], last[mine], size[mine], steps), _births(run, mine, first, last, steps))
+            for mine in groups])
+        grows = self.rates > 0
+        self.rate = float(self.rates.sum())
+        garbage = _garbage(run.trace, allocations, site, sites)
+        fills = _filling(run.trace, allocations, site, sites) & ~garbage
+        self.bounded = garbage | fills | _state(run, allocations, site, sites)
+        self.garbage, self.fills, self.leaks = grows & garbage, grows & fills, grows & ~self.bounded
+        self.leak_rate = float(self.rates[self.leaks].sum())
+        self._allocations, self._site, self._count = allocations, site, len(size)
+
+    def mask(self, places: Mask) -> Mask:
+        """What of these places outlives its step, over all allocations."""
+        found = np.zeros(self._count, dtype=bool)
+        found[self._allocations[places[self._site]]] = True
+        return found
+
+
+def _light(run: View, left: Ints, steps: Ints, ends: Ints) -> _Places:
+    """How what light steps leave grows, by its size.
+
+    Args:
+        left: what they leave.
+        steps, ends: their numbers, and the events at their ends.
+    """
+    size = run.trace["allocations"]["bytes"]
+    first = np.zeros(len(size), dtype=np.int64)
+    first[left] = np.searchsorted(steps, run.born_step[left])
+    last = np.searchsorted(ends, run.life.died, side="right")
+    # What the last of them leaves is not known to stay.
+    number = max(len(ends) - 1, 0)
+    last = np.minimum(last, number)
+    left = left[last[left] > first[left]]
+    if number <= GROWTH_BIRTHS:
+        left = left[:0]
+    sizes, site = np.unique(size[left], return_inverse=True)
+    alike = _Places(run, left, site.reshape(-1), len(sizes), first, last, number)
+    # Of batches of many lengths none comes often enough: together they may grow all the same.
+    site = np.where((alike.rates > 0) | alike.bounded, np.arange(len(sizes)), len(sizes))[site.reshape(-1)]
+    return _Places(run, left, site, len(sizes) + 1, first, last, number)
 
 
 def _of_all(live: Ints) -> float | None:
@@ -133,13 +204,18 @@ def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
     return looked & ~held if held.any() else np.full(sites, bool(looked.any()))
 
 
+def _last_roles(run: View) -> Ints:
+    every = np.arange(len(run.life.died), dtype=np.int64)
+    return run.roles.of(every, run.life.died - 1).astype(np.int64)
+
+
 def _state(run: View, allocations: Ints, site: Ints, sites: int) -> Mask:
     """Places where an optimizer's state is made, save those where that of ever more optimizers is."""
     claims, trace = run.trace["claims"], run.trace
     whose = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
     mine = claims["role"] == Role.OPTIMIZER_STATE
     whose[claims["allocation"][mine]] = claims["proof"][mine]
-    state = run.roles.of(allocations, run.life.died[allocations] - 1) == Role.OPTIMIZER_STATE
+    state = _last_roles(run)[allocations] == Role.OPTIMIZER_STATE
     pairs = np.unique(np.stack([site[state], whose[allocations[state]]]), axis=1)
     owners = np.bincount(pairs[0], minlength=sites)
     return (owners > 0) & (owners < GROWTH_BIRTHS)

@@ -6,11 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
+from memdiag.diagnose.flow import Flow
 from memdiag.diagnose.model import Ints, Mask
-from memdiag.diagnose.saves import Saves
+from memdiag.diagnose.removal import Removal
+from memdiag.diagnose.saves import Matrices, Saves
 from memdiag.policy import FINDING_SHARE
 from memdiag.trace import NONE, Phase
-from memdiag.trace.places import Place, at, module_names, operator_names, relative
+from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
 
@@ -57,6 +59,14 @@ class Moment:
         return Saves(self.at)
 
     @cached_property
+    def flow(self) -> Flow:
+        return Flow(self.at)
+
+    def around(self, matrices: Matrices, between_products: bool = False) -> Mask:
+        """Matrices, and what of their size is made on the way to them, from them, and for them in backward."""
+        return self.flow.together(matrices.saved, self.saves.alike(matrices.shapes), between_products)
+
+    @cached_property
     def operators(self) -> Ints:
         """Text of the operator that made each allocation."""
         return operator_names(self.at.trace, self.at.nest, self.at.born_in)
@@ -74,56 +84,16 @@ class Moment:
         """Whether ``chosen`` is enough of the peak to be a finding."""
         return self.bytes_of(chosen) >= max(1.0, FINDING_SHARE * self.peak_bytes)
 
+    @cached_property
+    def _removal(self) -> Removal:
+        return Removal(self.run, self.at, self.step, self.size)
+
     def without(
         self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,
         part: Ints | None = None,
     ) -> tuple[int, int]:
-        """The peak that would be left without these allocations.
-
-        Args:
-            since: of each allocation, the event from which on it would be gone; its birth where None.
-            during: phases in which they would be gone; all where there are none.
-            keeping: bytes of them that would be there at any time, if as much is.
-            part: bytes of each, of those that are not chosen, that would be gone as long as it lives.
-
-        Returns:
-            Bytes, and the event that makes that peak; NONE where it lies before the first event, or where no event of
-            ``at`` does.
-        """
-        line, life = self.at.line, self.at.life
-        start = life.born if since is None else np.maximum(since, life.born)
-        before = line.start_bytes - max(0, int(self.size[chosen & (start == NONE)].sum()) - keeping)
-        start = np.maximum(start, 0)
-        gone = chosen & (start < life.died)
-        delta = np.zeros(len(line.live) + 1, dtype=np.int64)
-        np.add.at(delta, start[gone], self.size[gone])
-        np.subtract.at(delta, life.died[gone], self.size[gone])
-        freed = np.maximum(np.cumsum(delta[:-1]) - keeping, 0)
-        if part is not None:
-            delta[:] = 0
-            smaller = np.flatnonzero((part > 0) & ~chosen & (life.born != NONE))
-            np.add.at(delta, life.born[smaller], part[smaller])
-            np.subtract.at(delta, life.died[smaller], part[smaller])
-            freed += np.cumsum(delta[:-1])
-        if during:
-            freed[~self.within(during)] = 0
-        left = line.live - freed
-        best = int(left.argmax()) if len(left) else NONE
-        highest = max(before, int(left[best]) if len(left) else 0)
-        folded = self.run.trace["phase_peaks"]
-        elsewhere = int(folded["bytes"][folded["step"] != self.step].max(initial=0))
-        if self.at is not self.run:
-            elsewhere = max(elsewhere, self.run.line.peak_bytes)
-        if elsewhere > highest:
-            return elsewhere, NONE
-        return highest, best if highest > before else NONE
-
-    def within(self, phases: tuple[Phase, ...]) -> Mask:
-        """Events of these phases."""
-        trace = self.at.trace
-        found: Mask = np.isin(
-            at(trace["spans"]["name"], self.at.phases), trace.numbers(*(phase.label for phase in phases)))
-        return found
+        """The peak that would be left without these allocations: :meth:`Removal.without`."""
+        return self._removal.without(chosen, since, during, keeping, part)
 
     def saving(
         self, chosen: Mask, since: Ints | None = None, during: tuple[Phase, ...] = (), keeping: int = 0,

@@ -180,7 +180,7 @@ class Failure(Evidence):
         part: Ints | None = None,
     ) -> int:
         """Bytes of ``chosen`` that would not be alive."""
-        if during and not self.within(during)[self.event]:
+        if during and not self.at.within(*during)[self.event]:
             return 0
         gone = max(0, self.bytes_of(chosen if since is None else chosen & (since <= self.event)) - keeping)
         return gone + (0 if part is None else int(part[self.alive & ~chosen].sum()))

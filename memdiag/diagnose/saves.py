@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,18 @@ from memdiag.trace.view import View
 
 Shape = tuple[int, ...]
 
-# Softmax over the last dimension of a matrix, and the loss over classes: as ATen calls them.
+# Softmax, and the loss over classes: as ATen calls them.
 _SOFTMAX = ("aten::softmax", "aten::_softmax")
 _LOG_SOFTMAX = ("aten::log_softmax", "aten::_log_softmax", "aten::cross_entropy_loss", "aten::nll_loss")
-_ITEM_SIZES = (1, 2, 4, 8)  # a mask, half, single and double precision
+_MASK = 1  # bytes of an item
+_ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Matrices(NamedTuple):
+    """Allocations that operators of a kind saved, and the shapes of these saves."""
+
+    saved: Mask
+    shapes: list[Shape]
 
 
 class Saves:
@@ -44,30 +53,35 @@ class Saves:
     # --- shapes -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def attention(self) -> list[Shape]:
-        """Shapes of softmaxes over square matrices with at least one dimension more."""
-        return [shape for shape in self._shapes(_SOFTMAX) if len(shape) >= 3 and shape[-1] == shape[-2]]
+    def softmaxes(self) -> Matrices:
+        return self._matrices(_SOFTMAX)
 
     @cached_property
-    def logits(self) -> list[Shape]:
-        """Shapes of what goes into a loss over classes."""
-        return [shape for shape in self._shapes(_LOG_SOFTMAX) if len(shape) >= 2]
+    def class_losses(self) -> Matrices:
+        """What losses over classes saved."""
+        return self._matrices(_LOG_SOFTMAX)
 
     @cached_property
-    def written_softmax(self) -> list[Shape]:
-        """Shapes of exponentials that are divided in a further operator, as a softmax's are by their sum."""
-        divided = self._shapes(("aten::div",))
-        return [shape for shape in self._shapes(("aten::exp",)) if len(shape) >= 2 and shape in divided]
+    def written_softmaxes(self) -> Matrices:
+        """Exponentials that are divided in a further operator, as a softmax's are by their sum."""
+        divided = set(self._matrices(("aten::div",)).shapes)
+        return self._matrices(("aten::exp",), divided)
 
-    def _shapes(self, operators: Sequence[str]) -> list[Shape]:
-        trace = self._view.trace
-        wanted = [number for number in np.unique(self._operator) if trace.string(int(number)) in operators]
-        texts = np.unique(self._shape[np.isin(self._operator, wanted)])
-        return [self._dimensions(int(text)) for text in texts]
+    def _matrices(self, operators: Sequence[str], of: Collection[Shape] | None = None) -> Matrices:
+        """What operators saved of two dimensions or more, and of these shapes where some are given."""
+        mine = np.isin(self._operator, self._view.trace.numbers(*operators))
+        texts = {int(text): self._dimensions(int(text)) for text in np.unique(self._shape[mine])}
+        texts = {text: shape for text, shape in texts.items() if len(shape) >= 2 and (of is None or shape in of)}
+        mine &= np.isin(self._shape, list(texts))
+        saved = np.zeros(self._count, dtype=bool)
+        saved[self._allocation[mine]] = True
+        return Matrices(saved, list(texts.values()))
 
     def alike(self, shapes: Sequence[Shape]) -> Mask:
-        """Allocations that have as many elements as one of the shapes, in a usual precision."""
-        sizes = sorted({math.prod(shape) * item for shape in shapes for item in _ITEM_SIZES})
+        """Allocations that have as many elements as one of the shapes, as a mask or in a precision that is in use."""
+        dtypes = {self._view.trace.string(int(text)) for text in np.unique(self._view.trace["saves"]["dtype"])}
+        items = {_MASK, *(size for dtype, size in _ITEM_SIZES.items() if dtype in dtypes)}
+        sizes = sorted({math.prod(shape) * item for shape in shapes for item in items})
         return np.isin(self._view.trace["allocations"]["bytes"], sizes)
 
     def shapes_of(self, chosen: Mask) -> tuple[Ints, list[Shape]]:

@@ -200,7 +200,7 @@ def _picture(trace: Trace) -> _Picture:
     if seen is None:
         return _Picture([_Panel(title, trace, start, end, whole, _middle(trace, moment, start))], moment.bytes, None)
     if seen is not trace:
-        line, assigned = timeline(seen, device), roles(seen)
+        line, assigned = timeline(seen, device), roles(seen, assigned)
     peak_ns = int(line.time_ns[moment.event]) if moment.event != NONE else start
     panels = [_Panel(title, trace, start, end, whole, peak_ns)]
     at_peak = ledger(seen, assigned, device, np.array([moment.event]))[:, 0]

@@ -15,7 +15,7 @@ from memdiag.report.names import fold
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Role, Trace
 from memdiag.trace.ledger import Roles
 from memdiag.trace.nesting import Nesting, span_rows
-from memdiag.trace.peak import phase_peaks, span_steps
+from memdiag.trace.peak import span_steps
 from memdiag.trace.places import Place, birth, module_names, operator_names, relative
 from memdiag.trace.timeline import timeline
 from memdiag.trace.view import View
@@ -215,7 +215,7 @@ def _roles_at_peak(view: View) -> list[RoleAtPeak]:
 
 
 def _phases(view: View) -> list[PhasePeak]:
-    peaks = phase_peaks(view.trace, view.nest, view.line)
+    peaks = view.phase_peaks
     steps = view.trace["steps"]
     warm_up = np.isin(peaks.step, steps["step"][steps["warm_up"] != 0])
     return [

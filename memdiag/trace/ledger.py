@@ -19,6 +19,8 @@ from memdiag.trace.timeline import Lives, event_count, lives, of_device
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
+_LAST = np.iinfo(np.int64).max  # an event beyond all others
+
 # Where several claims name one allocation from its birth on, the first role here is what it is.
 _STRENGTH = (
     Role.PARAMETERS, Role.BUFFERS, Role.OPTIMIZER_STATE, Role.GRADIENTS, Role.INPUTS, Role.HELD,
@@ -55,10 +57,22 @@ class Roles:
         return self.role[np.maximum(row, first)]
 
 
-def roles(trace: Trace) -> Roles:
-    """Every allocation's roles over its life. Rules: ``docs/roles.md``."""
+def roles(trace: Trace, of_run: Roles | None = None) -> Roles:
+    """Every allocation's roles over its life. Rules: ``docs/roles.md``.
+
+    Args:
+        of_run: those of the run, where ``trace`` is its highest light step: there what was born in full steps has none
+            of what it was known by.
+    """
     life = lives(trace)
     derived, derived_proof, proofs = _derived(trace, life)
+    if of_run is not None:
+        continuing, row = trace["continues"]["allocation"], trace["continues"]["row"]
+        was = of_run.of(row, np.full(len(row), _LAST))
+        told = (derived[continuing] == Role.UNKNOWN) & (was != Role.UNKNOWN)
+        derived[continuing[told]] = was[told]
+        derived_proof[continuing[told]] = len(proofs)
+        proofs.append("what it was when steps were recorded in full")
     claims = trace["claims"]
     count = len(life.born)
     whole = np.arange(count, dtype=np.int64)

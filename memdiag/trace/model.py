@@ -109,6 +109,8 @@ SCHEMA: dict[str, dict[str, str]] = {
         "start_ns": "i8", "end_ns": "i8", "thread": "i4", "line": "i4", "call": "i4", "sequence": "i8",
         "signature": "i4", "flags": "u1", "forward": "i8",
     },
+    # What an operator was given, save by backward and by an optimizer's step.
+    "reads": {"span": "i8", "allocation": "i8"},
     # One row per tensor that autograd kept; `span` is the operator (or module) that saved it. `bytes` are the
     # tensor's own, its allocation may be larger and may be saved many times.
     "saves": {
@@ -128,6 +130,8 @@ SCHEMA: dict[str, dict[str, str]] = {
     "survivors": {"born_step": "i8", "bytes": "i8", "count": "i8"},
     # The device's own statistics at the end of a step; `name` is the statistic's.
     "device_stats": {"step": "i8", "device": "i2", "name": "i4", "value": "i8"},
+    # Of the highest light step, told apart: allocations that have a row among the run's own.
+    "continues": {"allocation": "i8", "row": "i8"},
     # Something that happened to the recording or the allocator: `kind` is its word, `text` says it in full.
     "marks": {"event": "i8", "kind": "i4", "text": "i4", "bytes": "i8"},
     # A request that an allocator had no memory for: `bytes` were asked for while it held `allocated`, and `reserved` of

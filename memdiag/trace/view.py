@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memdiag.trace.ledger import Roles, roles
-from memdiag.trace.model import NONE, Trace
+from memdiag.trace.model import NONE, Phase, Trace
 from memdiag.trace.nesting import Nesting, nesting, span_rows
-from memdiag.trace.peak import Worst, phase_at, span_steps, worst
-from memdiag.trace.places import Place, birth
+from memdiag.trace.peak import PhasePeaks, Worst, phase_at, phase_peaks, span_steps, worst
+from memdiag.trace.places import Place, at, birth
 from memdiag.trace.timeline import Lives, Timeline, devices, lives, of_device, timeline
 
 Rows = NDArray[np.int64]
@@ -54,7 +54,7 @@ class View:
 
     @cached_property
     def roles(self) -> Roles:
-        return roles(self.trace)
+        return roles(self.trace, None if self._of is None else self._of.roles)
 
     @cached_property
     def mine(self) -> NDArray[np.bool_]:
@@ -72,6 +72,17 @@ class View:
         """For each memory event, the row of the innermost phase span around it, or NONE."""
         return phase_at(self.trace, len(self.line.live))
 
+    def within(self, *phases: Phase) -> NDArray[np.bool_]:
+        """Whether each memory event is in one of these phases."""
+        names = at(self.trace["spans"]["name"], self.phases)
+        found: NDArray[np.bool_] = np.isin(names, self.trace.numbers(*(phase.label for phase in phases)))
+        return found
+
+    @cached_property
+    def phase_peaks(self) -> PhasePeaks:
+        """The peak of every phase of every step."""
+        return phase_peaks(self.trace, self.nest, self.line)
+
     @cached_property
     def born_in(self) -> Rows:
         """Row of the span that each allocation was born in."""
@@ -80,7 +91,16 @@ class View:
     @cached_property
     def born_step(self) -> Rows:
         """The step that each allocation was born in; NONE outside steps and for memory from before."""
-        return self.nest.of(self.span_steps, self.born_in)
+        found = self.nest.of(self.span_steps, self.born_in)
+        # What a light step left has no span, and its event is when it was known to stay: its time is its own.
+        steps = self.trace["steps"]
+        left = np.flatnonzero((self.born_in == NONE) & (self.life.born != NONE))
+        row = np.searchsorted(steps["end_ns"], self.life.born_ns[left], side="right")
+        within = row < len(steps["step"])
+        left, row = left[within], row[within]
+        begun = steps["start_ns"][row] <= self.life.born_ns[left]
+        found[left[begun]] = steps["step"][row[begun]]
+        return found
 
     @cached_property
     def worst(self) -> Worst:

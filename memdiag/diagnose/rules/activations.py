@@ -12,7 +12,6 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
 from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
 from memdiag.trace import NONE, Kind, Phase, Role
-from memdiag.trace.peak import phase_peaks
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
@@ -169,35 +168,46 @@ def _backwards(found: Evidence) -> Ints:
     return nest.of(found.at.span_steps, phases)
 
 
-def _largest(shapes: list[tuple[int, ...]]) -> str:
-    return " × ".join(str(size) for size in max(shapes, key=math.prod))
+def _largest(found: Evidence, chosen: Mask) -> tuple[int, ...]:
+    """The largest shape among those that were saved."""
+    return max(found.saves.shapes_of(chosen)[1], key=math.prod)
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " × ".join(str(size) for size in shape)
 
 
 def _attention(found: Evidence, chosen: Mask) -> Finding | None:
-    mine = chosen & found.saves.alike(found.saves.attention)
+    softmaxes = found.saves.softmaxes
+    mine = chosen & found.around(softmaxes, between_products=True)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
+    shape = _largest(found, mine & softmaxes.saved)
+    evidence = [f"{format_bytes(found.bytes_of(mine))} are softmaxes of up to {_times(shape)}, what they are made "
+                "from and what is made of them"]
+    if shape[-1] == shape[-2]:
+        evidence.append("they grow with the square of the sequence")
     return found.finding(
-        Class.ACTIVATION, "attention_matrix", "Attention matrices are kept for backward", mine,
-        [f"{format_bytes(found.bytes_of(mine))} have the size of a softmax over {_largest(found.saves.attention)}",
-         "they grow with the square of the sequence"],
+        Class.ACTIVATION, "attention_matrix", "Attention matrices are kept for backward", mine, evidence,
         [Advice("`torch.nn.functional.scaled_dot_product_attention`, which keeps no matrix", found.saving(mine)),
          *_checkpointing(found)])
 
 
 def _logits(found: Evidence, chosen: Mask) -> Finding | None:
-    mine = chosen & found.saves.alike(found.saves.logits)
+    losses = found.saves.class_losses
+    mine = chosen & found.around(losses)
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
-        [f"{format_bytes(found.bytes_of(mine))} have the size of the logits, {_largest(found.saves.logits)}"],
+        [f"{format_bytes(found.bytes_of(mine))} are logits of up to {_times(_largest(found, mine & losses.saved))}, "
+         "what the loss makes of them, and their gradients"],
         [Advice("compute the loss in chunks of tokens", found.saving(mine), at_most=True), *_checkpointing(found)])
 
 
 def _worst_batch(found: Evidence, chosen: Mask) -> Finding | None:
     """One step far above the others, with inputs of another shape."""
-    peaks = phase_peaks(found.run.trace, found.run.nest, found.run.line)
+    peaks = found.run.phase_peaks
     work = np.isin(peaks.phase, (Phase.FORWARD, Phase.BACKWARD)) & (peaks.step != NONE)
     steps = np.unique(peaks.step[work])
     if found.step == NONE or len(steps) < 3 or found.step not in steps:

@@ -10,14 +10,13 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Finding, Severity
 from memdiag.policy import FINDING_SHARE, SHORTAGE_BYTES
 from memdiag.trace import Phase
-from memdiag.trace.peak import phase_peaks
 from memdiag.units import format_bytes
 
 
 def fairness(found: Evidence) -> Iterable[Finding]:
     """A run that never left its warm-up, or whose highest step is not like the others."""
     trace = found.run.trace
-    peaks = phase_peaks(trace, found.run.nest, found.run.line)
+    peaks = found.run.phase_peaks
     if found.peak_bytes < SHORTAGE_BYTES or trace.about.get("ended_out_of_memory"):
         return  # of a run that stopped at a failure its peak is where it stopped
     if not (peaks.phase == Phase.BACKWARD).any():

@@ -18,28 +18,25 @@ from memdiag.trace.model import GARBAGE, ITS_GRAPH
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
+_LET_GO = "let go of it when its step is over, keep a bounded number, or move it to disk"
+_DETACH = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
+
 
 def leaks(found: Evidence) -> Iterable[Finding]:
-    rate = found.leak_rate
     yield from _cycles(found)
     yield from _filling(found)
-    if not found.leaking:
-        return
-    if found.at is not found.run:
-        yield _growth_alone(found)
-        return
+    if found.leaking:
+        yield _leak(found) if found.at is found.run else _in_light(found)
+
+
+def _leak(found: Evidence) -> Finding:
     chosen = found.leaked
     graph = (found.role == Role.SAVED_ACTIVATIONS) | (found.role == Role.RECOMPUTED_ACTIVATIONS)
     in_graphs = found.bytes_of(chosen & graph)
     since = found.kept_since()
     unread = _unread(found)
-    evidence = _evidence(found)
-    evidence.insert(1, f"{found.when} {format_bytes(found.bytes_of(chosen))} were left from earlier steps")
-    if in_graphs:
-        evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     holder = _holder(found, found.growing.leaks)
-    if holder is not None:
-        evidence.append(holder.sentence)
+    evidence = _evidence(found, in_graphs, holder)
     part = None
     if 2 * found.bytes_of(chosen & graph & unread) > found.bytes_of(chosen):
         # Without a graph nothing of it is there, in the step that makes it as little as later.
@@ -50,10 +47,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
     else:
         gathered = _gathered(found)
         since[gathered] = found.at.life.born[gathered]
-        keep = "let go of it when its step is over, keep a bounded number, or move it to disk"
-        through_graph = holder is not None and any(ITS_GRAPH in piece for piece in holder.chain)
-        if through_graph or 2 * in_graphs > found.bytes_of(chosen):
-            keep = "keep a number (`.item()`) or a detached tensor (`.detach()`), not one with its graph"
+        keep = _DETACH if _through_graph(holder) or 2 * in_graphs > found.bytes_of(chosen) else _LET_GO
         gone, part = found.growing.leaks | gathered, found.swelling
         state = found.role == Role.OPTIMIZER_STATE
         if 2 * found.bytes_of(chosen & state) > found.bytes_of(chosen):
@@ -67,7 +61,7 @@ def leaks(found: Evidence) -> Iterable[Finding]:
         if more >= SWELLING_SHARE * found.peak_bytes:
             evidence.append(f"{format_bytes(more)} more are in what each step computes from it, larger every time")
         advice = Advice(keep, saving)
-    kind, title = "growth", f"Memory grows by {format_bytes(round(rate))} with every step"
+    kind, title = "growth", _grows(found)
     copies, number, times = snapshots(found)
     if found.bytes_of(chosen & copies) > PATTERN_SHARE * found.bytes_of(chosen):
         kind, title = "model_copy", "Copies of the model's state are kept, more of them with time"
@@ -79,27 +73,51 @@ def leaks(found: Evidence) -> Iterable[Finding]:
             "write it to disk (`torch.save`) or move it to the host (`.cpu()`), and keep only the last or the best",
             advice.bytes)
     finding = found.finding(Class.LEAK, kind, title, chosen, evidence, [advice], Severity.HIGH, holder, since)
-    yield replace(finding, cured=gone, part=part)
+    return replace(finding, cured=gone, part=part)
 
 
-def _evidence(found: Evidence) -> list[str]:
-    where = found.growing.leak_sites[0]
-    return [
+def _in_light(found: Evidence) -> Finding:
+    """A leak, where the peak is in a light step: what it is of, and what to do about it, is told by the full steps."""
+    chosen = found.leaked
+    holder = _holder(found, found.growing.leaks)
+    in_graphs = found.bytes_of(chosen & (found.role == Role.SAVED_ACTIVATIONS))
+    kind, title, keep = "growth", _grows(found), _LET_GO
+    if _through_graph(holder) or 2 * in_graphs > found.bytes_of(chosen):
+        keep = _DETACH
+    of_full = Evidence(found.run, found.run, found.run.line.peak_event)
+    if of_full.bytes_of(of_full.leaked):
+        told = _leak(of_full)
+        kind, title, keep = told.kind, told.title, told.advice[0].text
+    return found.finding(
+        Class.LEAK, kind, title, chosen, _evidence(found, in_graphs, holder), [Advice(keep, found.saving(chosen))],
+        Severity.HIGH, holder)
+
+
+def _grows(found: Evidence) -> str:
+    return f"Memory grows by {format_bytes(round(found.leak_rate))} with every step"
+
+
+def _through_graph(holder: Holder | None) -> bool:
+    return holder is not None and any(ITS_GRAPH in piece for piece in holder.chain)
+
+
+def _evidence(found: Evidence, in_graphs: int, holder: Holder | None) -> list[str]:
+    evidence = [
         f"live memory at the end of a step grows by {format_bytes(round(found.leak_rate))} per step, until the last",
-        "the largest part is allocated at " + (where.line or where.operator or "a place that is not known")
-        + f", {format_bytes(round(where.bytes_per_step))} per step",
+        f"{found.when} {format_bytes(found.bytes_of(found.leaked))} were left from earlier steps",
+        "where most of it is allocated is not known of light steps: record some in full (`--steps`)",
     ]
-
-
-def _growth_alone(found: Evidence) -> Finding:
-    """What leaks, where the step of the peak was recorded in light: nothing says which of what is alive there it is."""
-    evidence, holder = _evidence(found), _holder(found, found.growing.leaks)
-    evidence.append("the peak is in a step that was recorded in light: how much of it has leaked is not known")
+    sites = found.growing.leak_sites
+    if 2 * sum(site.bytes_per_step for site in sites) > found.leak_rate:
+        where = sites[0]
+        evidence[-1] = "the largest part is allocated at " + (
+            where.line or where.operator or "a place that is not known"
+        ) + f", {format_bytes(round(where.bytes_per_step))} per step"
+    if in_graphs:
+        evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     if holder is not None:
         evidence.append(holder.sentence)
-    return Finding(
-        Class.LEAK, "growth", f"Memory grows by {format_bytes(round(found.leak_rate))} with every step", Severity.HIGH,
-        0, 0.0, evidence, [Advice("let go of it when its step is over", None)], holder=holder)
+    return evidence
 
 
 def _unread(found: Evidence) -> Mask:

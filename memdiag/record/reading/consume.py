@@ -264,6 +264,8 @@ class Consumer:
             row[-2] |= OTHER_RANDOM
         self._rows["spans"].append(row)
         todo.append((row, None, event.end_time_ns))
+        if place.again or not loop.in_backward:
+            heap.read(span, read)
         if at_top and read and not loop.in_backward:
             heap.gradients_touched(read, name, name in _ZEROES, loop.span)
             if name[-1] == "_" and not loop.nested:

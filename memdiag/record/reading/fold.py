@@ -246,6 +246,8 @@ class _StepEvents:
             number += 1
         loop.finish(number, self.events[-1][3] if self.events else self.start_ns)
         for row, live in enumerate(owners):
+            if live.id != NONE:
+                rows["continues"].append((row, live.id))
             for role, (name, proof, from_birth) in live.claims.items():
                 if from_birth or live.id == NONE:
                     rows["claims"].append((row, NONE, role, rows.intern(name), rows.intern(proof)))

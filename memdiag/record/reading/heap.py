@@ -315,6 +315,13 @@ class Heap:
         live = self._at.get(address)
         return live is not None and role in live.claims
 
+    def read(self, span: int, addresses: tuple[int, ...]) -> None:
+        """An operator was given storages at these addresses."""
+        for address in addresses:
+            live = self._at.get(address)
+            if live is not None:
+                self._rows["reads"].append((span, live.id))
+
     def made_from(self, since_id: int, sources: tuple[int, ...], copy: bool, gathers: bool) -> None:
         """The script's own operator has ended: what it read, for the live allocations that it made.
 
