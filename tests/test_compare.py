@@ -97,9 +97,11 @@ class TestFigures:
         assert {(line.place.line, line.b_line, line.a_bytes, line.b_bytes) for line in found.lines} == {
             ("a.py:7", "b.py:7", MIB, MIB), ("a.py:8", "b.py:8", 2 * MIB, 2 * MIB), ("b.py:9", None, 0, 3 * MIB),
             ("common.py:7", None, 9 * MIB, 9 * MIB)}
-        # AND the text names both files where something moved
+        # AND the text says once that the one is the other
         moved = render_comparison(compared(made("a.py", 1), made("b.py", 1, unit=2 * MIB)))
-        assert "a.py:7 (B: b.py:7)" in moved.partition("What moved")[2]
+        assert moved.count("b.py") == 2
+        assert "(lines of a.py, which is b.py in B)" in moved.partition("What moved")[2]
+        assert "aten::mul, a.py:7\n" in moved
 
     def test_a_copy_of_a_script_with_lines_taken_out(self) -> None:
         # GIVEN two allocations on lines 8 and 10, and in the copy on 6 and 8
@@ -172,6 +174,8 @@ class TestFair:
     def test_other_inputs(self) -> None:
         assert self.reason(loop(shapes="float32[8]"), loop(shapes="float32[4]")) == (
             "other inputs: float32[8] in A, float32[4] in B")
+        text = render_comparison(compared(loop(shapes="float32[8]").build(), loop(shapes="float32[4]").build()))
+        assert "Not comparable, unless the inputs are what was changed" in text
 
     def test_of_inputs_those_of_the_peak_count(self) -> None:
         # GIVEN two runs over batches of several lengths that peak at the same one
@@ -230,10 +234,12 @@ class TestFair:
         killed = loop(shapes=None)
         killed.light_step({Phase.FORWARD: 94 * MIB}, end_bytes=4 * MIB)
         found = compared(killed.build(), loop(shapes=None).build())
-        # THEN the latter has a peak, and no lines
+        # THEN what is there is not set against what is not known
+        assert "not known of most of A" in render_comparison(compared(run.build(), loop(shapes=None).build()))
+        # AND the latter has a peak, and no lines
         assert found.lines == []
         assert found.a.roles[Role.UNKNOWN] == found.a.peak_bytes == 94 * MIB
-        assert "not kept" in render_comparison(found)
+        assert "not known of most of A" in render_comparison(found)
 
     def test_growth_over_more_steps(self) -> None:
         assert self.reason(loop(8, keep=MIB), loop(12, keep=MIB)) == (

@@ -107,12 +107,13 @@ class TestCurve:
         line = timeline(trace, "cpu")
         assert curve(trace, line, roles(trace), (1, 2), 0, 2**62).bytes.sum(axis=0).tolist() == [100, 110, 110]
 
-    def test_folded_stretches_keep_their_highest(self) -> None:
+    def test_folded_stretches_keep_their_highest_and_their_lowest(self) -> None:
         # GIVEN light steps before and after full ones, more than there are columns
         run = TraceBuilder()
         peaks = np.random.default_rng(0).integers(1, 100, 500).tolist()
-        for peak in peaks:
-            run.light_step({Phase.FORWARD: peak, Phase.BACKWARD: peak // 2}, end_bytes=0)
+        ends = [peak // 3 for peak in peaks]
+        for peak, end in zip(peaks, ends, strict=True):
+            run.light_step({Phase.FORWARD: peak, Phase.BACKWARD: peak // 2}, end_bytes=end)
         with run.step():
             run.allocate(1)
         run.light_step({}, end_bytes=7)
@@ -120,7 +121,9 @@ class TestCurve:
         assert len(first.start_ns) == 20
         assert first.peak.max() == max(peaks)
         assert first.peak.tolist() == [max(peaks[at:at + 25]) for at in range(0, 500, 25)]
-        assert second.peak.tolist() == [7]
+        assert second.peak.tolist() == second.left.tolist() == [7]
+        # AND the least that was alive at an end
+        assert first.left.tolist() == [min(ends[at:at + 25]) for at in range(0, 500, 25)]
         assert folded(TraceBuilder().build(), 20) == []
 
 

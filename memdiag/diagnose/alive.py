@@ -27,23 +27,32 @@ def by_role(view: View, event: int) -> dict[Role, int]:
 
 def by_place(view: View, event: int) -> dict[Place, int]:
     """Bytes by the module, operator and line of birth, largest first; they sum to what is alive."""
-    trace, nest = view.trace, view.nest
-    allocations = trace["allocations"]
-    alive = alive_after(view, event)
-    rows = view.born_in[alive]
-    operator = operator_names(trace, nest, rows)
-    key = np.stack([
-        module_names(trace, nest, rows), np.where(operator != NONE, operator, allocations["kernel"][alive]),
-        _lines(view, alive),
-    ], axis=1)
+    trace, alive = view.trace, alive_after(view, event)
+    key = _births(view, alive)
+    if view.run is not view:  # what was born in full steps is known there
+        continues = trace["continues"]
+        row = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
+        row[continues["allocation"]] = continues["row"]
+        known = row[alive] != NONE
+        key[known] = _births(view.run, row[alive[known]])
     keys, group = np.unique(key, axis=0, return_inverse=True)
     total = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(total, group.reshape(-1), allocations["bytes"][alive])
+    np.add.at(total, group.reshape(-1), trace["allocations"]["bytes"][alive])
     found: dict[Place, int] = defaultdict(int)
     for numbers, size in zip(keys.tolist(), total.tolist(), strict=True):
         module, name, line = (trace.string(number) for number in numbers)
         found[Place(module, name, relative(trace, line))] += size
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _births(view: View, allocations: Ints) -> Ints:
+    """Module, operator and line of each birth, as numbers of their texts."""
+    rows = view.born_in[allocations]
+    operator = operator_names(view.trace, view.nest, rows)
+    kernel = view.trace["allocations"]["kernel"][allocations]
+    return np.stack([
+        module_names(view.trace, view.nest, rows), np.where(operator != NONE, operator, kernel),
+        _lines(view, allocations)], axis=1)
 
 
 def _lines(view: View, allocations: Ints) -> Ints:

@@ -18,6 +18,9 @@ from memdiag.trace.places import Place
 from memdiag.trace.view import View
 from memdiag.units import format_bytes
 
+OTHER_INPUTS = "other inputs"
+"""What a reason begins with that is none where the inputs are what was changed."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -187,7 +190,7 @@ def _reasons(views: tuple[View, View], sides: tuple[Side, Side]) -> Iterator[str
         yield f"{cold} has only its warm-up, {warm} has steps after it: one is cold, the other warm"
     shapes = _shapes(a, side_a), _shapes(b, side_b)
     if all(shapes) and shapes[0].isdisjoint(shapes[1]):
-        yield f"other inputs: {_listed(shapes[0])} in A, {_listed(shapes[1])} in B"
+        yield f"{OTHER_INPUTS}: {_listed(shapes[0])} in A, {_listed(shapes[1])} in B"
     yield from _settings(side_a, side_b)
     yield from _growth(a, b)
 

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from memdiag.diagnose.compare import ComparedLine, Comparison, Side
+from memdiag.diagnose.compare import OTHER_INPUTS, ComparedLine, Comparison, Side
 from memdiag.policy import COMPARED_LINES
 from memdiag.report.json import SCHEMA_VERSION
 from memdiag.report.layout import INDENT, facts, paragraph, table, words
@@ -58,7 +58,9 @@ def _run(side: Side, name: str) -> str:
 def _why_not(comparison: Comparison) -> list[str]:
     if comparison.comparable:
         return []
-    return ["Not comparable: what follows is no measure of a change",
+    inputs = all(text.startswith(OTHER_INPUTS) for text in comparison.why_not)
+    return ["Not comparable" + (", unless the inputs are what was changed" if inputs else
+                                ": what follows is no measure of a change"),
             *(line for text in comparison.why_not for line in paragraph(text, "- "))]
 
 
@@ -92,19 +94,33 @@ def _figures(first: int, second: int) -> list[str]:
     return [format_bytes(first), format_bytes(second), _signed(second - first) if first != second else "-"]
 
 
-def _words(line: ComparedLine) -> Place:
-    """The place, with both lines where they differ."""
+def _words(line: ComparedLine, scripts: tuple[str, str]) -> Place:
+    """The place, with both lines where their numbers differ, or files that are not the two runs' scripts."""
     if line.b_line is None:
         return line.place
-    (file, _, _), (other, _, number) = (text.rpartition(":") for text in (line.place.line or "", line.b_line))
-    return replace(line.place, line=f"{line.place.line} (B: {number if other == file else line.b_line})")
+    (file, _, first), (other, _, number) = (text.rpartition(":") for text in (line.place.line or "", line.b_line))
+    if file == other or (file, other) == scripts:
+        return line.place if first == number else replace(line.place, line=f"{line.place.line} (B: {number})")
+    return replace(line.place, line=f"{line.place.line} (B: {line.b_line})")
+
+
+def _has_no_places(side: Side) -> bool:
+    """Whether light recording, or none of the peak's events, left most of its bytes without a place."""
+    return side.places is None or side.light and 2 * side.places.get(Place(None, None, None), 0) > side.peak_bytes
 
 
 def _lines(comparison: Comparison) -> list[str]:
     title = "What moved the peak, by the place that allocated it"
-    if comparison.a.places is None or comparison.b.places is None:
-        return [title, f"{INDENT}not known: the events of a peak were not kept"]
-    pairs = {_words(line): (line.a_bytes, line.b_bytes) for line in comparison.lines if line.a_bytes != line.b_bytes}
+    unknown = [name for name, side in (("A", comparison.a), ("B", comparison.b)) if _has_no_places(side)]
+    if unknown:
+        return [title, *paragraph(
+            f"not known of most of {' and '.join(unknown)}, recorded in light there: record the step of the peak in "
+            "full (`--steps`)")]
+    first, second = (os.path.basename(side.about.get("script") or "") for side in (comparison.a, comparison.b))
+    if first != second and any(line.b_line for line in comparison.lines):
+        title += f"\n{INDENT}(lines of {first}, which is {second} in B)"
+    pairs = {_words(line, (first, second)): (line.a_bytes, line.b_bytes)
+             for line in comparison.lines if line.a_bytes != line.b_bytes}
     moved = [(sum(first for first, _ in both), sum(second for _, second in both), place)
              for place, both in folded(pairs, alike=True).items()]
     moved.sort(key=lambda row: (-abs(row[1] - row[0]), -row[0]))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from memdiag.errors import MemdiagError
 from memdiag.policy import PLOT_COLUMNS, PLOT_PHASES, PLOT_STEP_COLUMNS, PLOT_VISIBLE
+from memdiag.report.layout import words
 from memdiag.trace import NONE, Kind, Level, Phase, Role, Trace
 from memdiag.trace.ledger import Roles, ledger, roles
 from memdiag.trace.nesting import nesting
@@ -240,15 +241,17 @@ def _step_around(trace: Trace, event: int, closed: Ints) -> int:
 
 @dataclass(frozen=True)
 class Folded:
-    """A stretch of light steps: when each started and how high it went; ``end_ns`` ends the last."""
+    """A stretch of light steps: when each started, how high it went and what was alive at its end; ``end_ns`` ends the
+    last."""
 
     start_ns: Ints
     peak: Ints
+    left: Ints
     end_ns: int
 
 
 def folded(trace: Trace, columns: int) -> list[Folded]:
-    """The stretches of folded steps, each at most ``columns`` values wide with its highest kept."""
+    """The stretches of folded steps, each at most ``columns`` values wide with its highest and lowest kept."""
     steps, peaks = trace["steps"], trace["phase_peaks"]
     light = np.flatnonzero(steps["level"] == Level.LIGHT)
     if not len(light):
@@ -262,7 +265,8 @@ def folded(trace: Trace, columns: int) -> list[Folded]:
         start, end = steps["start_ns"][light[rows]], int(steps["end_ns"][light[rows[-1]]])
         column = (start - start[0]) * columns // max(end - int(start[0]) + 1, 1)
         first = np.flatnonzero(np.diff(column, prepend=-1))
-        stretches.append(Folded(start[first], np.maximum.reduceat(high[rows], first), end))
+        left = np.minimum.reduceat(steps["end_bytes"][light[rows]], first)
+        stretches.append(Folded(start[first], np.maximum.reduceat(high[rows], first), left, end))
     return stretches
 
 
@@ -282,7 +286,7 @@ def figure(trace: Trace) -> Figure:
     drawn = Figure(figsize=(7.0, height), layout="constrained")
     for panel, axes in zip(panels, drawn.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True):
         _draw_panel(axes, panel, picture.peak_bytes)
-    _draw_legend(drawn, legend)
+    _draw_legend(drawn, legend, None if picture.at_peak is None else "alive at the peak")
     return drawn
 
 
@@ -320,6 +324,8 @@ def _draw_panel(axes: Axes, panel: _Panel, top: int) -> None:
         axes.axvspan(start[0], end, facecolor="white", linewidth=0, zorder=2.1)
         axes.fill(*_stairs(np.append(start, end), np.append(stretch.peak, stretch.peak[-1]) / scale),
                   facecolor=_FOLDED, linewidth=0, zorder=2.2)
+        axes.step(np.append(start, end), np.append(stretch.left, stretch.left[-1]) / scale, where="post",
+                  color="black", linewidth=0.7, zorder=2.3)
     _mark_peak(axes, float(at(np.array(panel.peak_ns))), top, scale)
 
 
@@ -365,15 +371,15 @@ def _legend(picture: _Picture) -> list[tuple[str, str, str]]:
         highest = max(int(panel.curve.bytes[role].max()) for panel in picture.panels)
         if highest > PLOT_VISIBLE * picture.peak_bytes or (picture.at_peak is not None and picture.at_peak[role]):
             size = "" if picture.at_peak is None else f"\n{format_bytes(int(picture.at_peak[role]))}"
-            entries.append((role.label.replace("_", " ") + size, *_LOOK[role]))
+            entries.append((words(role.label) + size, *_LOOK[role]))
     if any(folded(panel.trace, 1) for panel in picture.panels):
-        entries.append(("not resolved by role", _FOLDED, ""))
+        entries.append(("peaks of light steps,\nwithout roles; the\nline: at their ends", _FOLDED, ""))
     names = {panel.trace.text[panel.trace["spans"]["name"][row]] for panel in picture.panels
              for row in _phases_of(panel)}
     return entries + [(phase.label, _PHASE_TINT[phase], "") for phase in Phase if phase.label in names]
 
 
-def _draw_legend(drawn: Figure, entries: list[tuple[str, str, str]]) -> None:
+def _draw_legend(drawn: Figure, entries: list[tuple[str, str, str]], title: str | None) -> None:
     from matplotlib.patches import Patch
 
     if entries:
@@ -381,4 +387,4 @@ def _draw_legend(drawn: Figure, entries: list[tuple[str, str, str]]) -> None:
             handles=[Patch(facecolor=colour, hatch=hatch * 2, edgecolor=_HATCH, linewidth=0.4, label=label)
                      for label, colour, hatch in entries],
             loc="outside right upper", frameon=False, alignment="left", handlelength=1.6, labelspacing=0.4,
-            title="alive at the peak" if any("\n" in label for label, *_ in entries) else None)
+            title=title)

@@ -36,6 +36,11 @@ class View:
             return self._device
         return devices(self.trace)[0] if self._of is None else self._of.device
 
+    @property
+    def run(self) -> View:
+        """The view of the whole run: itself, where it is not that of a step told apart."""
+        return self if self._of is None else self._of
+
     @cached_property
     def other_devices(self) -> list[str]:
         return [name for name in devices(self.trace) if name != self.device]
