@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -114,6 +115,29 @@ class TestActivations:
         assert forward.sum() == 5 * 3
         assert set(found.size[forward]) == {batch * width * 4}
         assert "logits" not in kinds(diagnose(view))
+
+    @pytest.mark.parametrize(("first", "second", "advice"), [
+        ((900, 1), (1, 700), "chunks"), ((900, 1), (1, 900), "same shape"), ((900, 1), (900,), "same shape"),
+        ((900, 1, 2), (700, 2), "chunks")])
+    def test_differences_of_each_from_each_are_named(
+        self, first: tuple[int, ...], second: tuple[int, ...], advice: str
+    ) -> None:
+        model = nn.Linear(4, math.prod(first))
+
+        def loss(model: nn.Module) -> torch.Tensor:
+            return (model(torch.randn(4)).view(first) - torch.randn(second)).abs().mean()
+
+        finding = of_kind(diagnosis(lambda: steps(model, loss)), "broadcast")
+        result = math.prod(torch.broadcast_shapes(first, second)) * 4
+        assert finding.bytes >= 2 * result
+        assert finding.bytes % result == 0
+        assert advice in finding.advice[0].text
+
+    def test_a_bias_that_is_subtracted_is_no_such_difference(self) -> None:
+        def loss(model: nn.Module) -> torch.Tensor:
+            return (model(torch.randn(4000, 64)) - torch.randn(64)).abs().mean()
+
+        assert "broadcast" not in kinds(diagnosis(lambda: steps(nn.Linear(64, 64), loss)))
 
     def test_similarities_that_weigh_nothing_are_no_attention(self) -> None:
         """A contrastive loss has a softmax over the product of two tensors, of which only the loss is taken."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from memdiag.diagnose.growth import Growing, growing, swelling
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Ints, Mask, Severity
 from memdiag.diagnose.moment import Moment
+from memdiag.diagnose.saves import Shape
 from memdiag.policy import LEAK_STEPS, PATTERN_SHARE, SAMPLES, SNAPSHOT_PARAMETERS, SPARSE_ROWS
 from memdiag.trace import NONE, Kind, Phase, Role, Trace
 from memdiag.trace.model import STEPPED
@@ -133,22 +134,22 @@ class Evidence(Moment):
         return self.made_by(*_GATHERING)
 
     @cached_property
-    def broadcast(self) -> tuple[Mask, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Differences of a column and a row, [n, 1] and [n]: of each element of the one from each of the other.
+    def broadcast(self) -> tuple[Mask, tuple[Shape, Shape, Shape] | None]:
+        """Differences of each element of one operand from each of another: of a column and a row, [n, 1] and [n].
 
         Returns:
-            Which they are, where they matter; and the largest pair of operands, None where they do not.
+            Which they are, where they matter; and of the largest the operands and the result, None where they do not.
         """
         spans = self.at.trace["spans"]
         differences = np.isin(spans["name"], self.at.trace.numbers(*_DIFFERENCES))
         texts = np.unique(spans["signature"][differences]).tolist()
-        pairs = {text: pair for text in texts if (pair := _column_and_row(self.at.trace.string(text))) is not None}
-        alike = self.saves.alike([(*row, row[-1]) for _, row in pairs.values()])
-        made = self.flow.made_in(differences & np.isin(spans["signature"], list(pairs)))
+        found = {text: shapes for text in texts if (shapes := _each_with_each(self.at.trace.string(text))) is not None}
+        alike = self.saves.alike([result for _, _, result in found.values()])
+        made = self.flow.made_in(differences & np.isin(spans["signature"], list(found)))
         mine = self._passing & self.flow.together(made & alike, alike)
-        if not pairs or not self.matters(mine):
+        if not found or not self.matters(mine):
             return np.zeros(len(self.size), dtype=bool), None
-        return mine, max(pairs.values())
+        return mine, max(found.values(), key=lambda shapes: math.prod(shapes[-1]))
 
     @cached_property
     def written_softmax(self) -> Mask:
@@ -312,13 +313,16 @@ def _shapes(signature: str | None) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in text.split(",") if n.strip()) for text in _SHAPE.findall(signature or "")]
 
 
-def _column_and_row(signature: str | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of two operands that are alike, save for a last dimension of one that the first has and the second not."""
-    shapes = _shapes(signature)
+def _each_with_each(signature: str | None) -> tuple[Shape, Shape, Shape] | None:
+    """Shapes of two operands and their result, where each is broadcast along a dimension that the other has."""
+    shapes = sorted(_shapes(signature), key=lambda shape: (-len(shape), shape))
     if len(shapes) != 2:
         return None
-    row, column = sorted(shapes, key=len)
-    return (column, row) if row and row[-1] > 1 and column == (*row, 1) else None
+    first, second = shapes
+    pairs = list(zip(first, (1,) * (len(first) - len(second)) + second, strict=True))
+    if not any(a > b for a, b in pairs) or not any(a < b for a, b in pairs):
+        return None
+    return first, second, tuple(max(pair) for pair in pairs)
 
 
 def _owners(trace: Trace, names: Ints) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,16 +18,18 @@ _FUSED_TENSORS = 3
 
 
 def elementwise(found: Evidence) -> Iterable[Finding]:
-    broadcast, operands = found.broadcast
-    if operands is not None:
-        column, row = operands
-        result = [*row[:-1], row[-1], row[-1]]
+    broadcast, shapes = found.broadcast
+    if shapes is not None:
+        first, second, result = shapes
+        # As many elements in another shape look like a slip.
+        advice = "give both the same shape (`squeeze(-1)`), if their elements belong together one by one"
+        if math.prod(first) != math.prod(second):
+            advice = "compute it in chunks of rows, or with an operator that reduces as it goes (`torch.cdist`)"
         yield _finding(
             found, "broadcast", "Two operands are broadcast against each other", broadcast,
-            [f"{list(column)} and {list(row)} become {result}: {_number(found, broadcast)} of that size, "
+            [f"{list(first)} and {list(second)} become {list(result)}: {_number(found, broadcast)} of that size, "
              f"{format_bytes(found.bytes_of(broadcast))}, are alive {found.when}"],
-            Advice("give both the same shape (`squeeze(-1)`), if their elements belong together one by one",
-                   found.saving(broadcast)))
+            Advice(advice, found.saving(broadcast)))
     softmax = found.written_softmax
     if softmax.any():
         largest = int(found.size[softmax & found.alive].max())
