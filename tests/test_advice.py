@@ -341,5 +341,8 @@ def test_the_peak_falls_by_what_the_advice_said(train: Run, kind: str) -> None:
     said = max(advice.bytes or 0 for advice in finding.advice)
     # THEN its peak lies above the other's by what was said
     assert said == pytest.approx(before.peak - after.peak, rel=0.1)
+    if train is stored_copies:
+        assert finding.holder is not None
+        assert finding.holder.chain == ["model.hidden[*]"]
     # AND the mended one has no such finding
     assert kind not in [finding.kind for finding in diagnose(View(after.trace)).findings]

@@ -51,6 +51,49 @@ class Attention(nn.Module):
         return (q @ k.transpose(1, 2) / 32**0.5).softmax(-1) @ v
 
 
+class TestPersistent:
+    def test_an_average_of_the_model_that_each_step_makes_anew_is_a_copy_of_it(self) -> None:
+        def train() -> None:
+            model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(4)])
+            average: dict[str, torch.Tensor] = {}
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(8, 400)).square().mean().backward()
+                optimizer.step()
+                for name, parameter in model.named_parameters():
+                    average[name] = average.get(name, 0) * 0.9 + parameter.detach() * 0.1
+
+        found = diagnosis(train)
+        finding = of_kind(found, "model_copy")
+        assert finding.cls is Class.PARAMETERS
+        assert finding.bytes >= 4 * (400 * 400 + 400) * 4
+        assert "activation" not in kinds(found)
+
+    def test_the_history_of_lbfgs_is_named(self) -> None:
+        def train(history: int) -> None:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=history)
+            x, y = torch.randn(64, 300), torch.randn(64, 1)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(6):
+                optimizer.step(closure)
+
+        before, after = (record(lambda history=history: train(history)) for history in (10, 1))
+        finding = of_kind(diagnose(View(before.trace)), "optimizer_state")
+        advice = finding.advice[0]
+        assert "history_size" in advice.text
+        assert advice.bytes is not None
+        assert before.peak - after.peak <= advice.bytes <= finding.bytes
+
+
 class TestActivations:
     def test_an_attention_matrix_is_named_with_its_bytes(self) -> None:
         found = diagnosis(lambda: steps(Attention(False), lambda m: m(torch.randn(2, 700, 32)).square().mean()))

@@ -238,9 +238,18 @@ class Evidence(Moment):
 
     @cached_property
     def copies(self) -> Mask:
-        """Storages of the parameters' sizes that variables of the script hold: copies of the model."""
-        sizes = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)])
+        """Storages of the parameters' sizes that the script holds, also where each step makes them anew: copies of the
+        model."""
+        sizes, number = np.unique(self.size[self.alive & (self.role == Role.PARAMETERS)], return_counts=True)
         found: Mask = (self.role == Role.HELD) & np.isin(self.size, sizes)
+        anew = (self.role == Role.OTHER_ACTIVATIONS) & ~self.saves.saved & np.isin(self.size, sizes)
+        anew &= self.at.nest.of(self.at.nest.module, self.at.born_in) == NONE
+        anew &= self.at.life.died > self.step_ends()
+        # A single one may have its size by chance: it is to be most of a model.
+        copied, times = np.unique(self.size[anew & self.alive], return_counts=True)
+        of_each = np.minimum(times, number[np.searchsorted(sizes, copied)])
+        if len(copied) >= SNAPSHOT_PARAMETERS and (copied * of_each).sum() >= PATTERN_SHARE * (sizes * number).sum():
+            found = found | anew
         return found
 
     @cached_property

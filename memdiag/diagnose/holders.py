@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memdiag.diagnose.model import Holder
+from memdiag.diagnose.model import Holder, Mask
 from memdiag.trace import NONE, Trace
-from memdiag.trace.model import BOUNDED_ITEM, ITS_GRAPH
+from memdiag.trace.model import BOUNDED_ITEM, GARBAGE, ITS_GRAPH
 from memdiag.trace.places import relative
 
 _BOUNDED = re.compile(re.escape(BOUNDED_ITEM).replace(r"\{\}", r"(\d+)") + f"(?!.*{re.escape(ITS_GRAPH)})")
@@ -29,6 +29,12 @@ def last_looks(trace: Trace) -> dict[int, Look]:
         allocation: Look(chain, line) for allocation, chain, line in zip(
             *(table[name].tolist() for name in ("allocation", "chain", "line")), strict=True)
         if allocation != NONE}
+
+
+def last_looks_at(trace: Trace, chosen: Mask) -> dict[int, Look]:
+    """Those at chosen allocations that more than a reference cycle was found to keep."""
+    return {allocation: look for allocation, look in last_looks(trace).items()
+            if chosen[allocation] and trace.string(look.chain) != GARBAGE}
 
 
 def is_variable(chain: str | None) -> bool:

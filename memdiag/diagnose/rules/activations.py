@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.holders import last_looks_at, who_holds_most
 from memdiag.diagnose.model import Advice, Class, Finding, Ints, Mask
 from memdiag.policy import FINDING_SHARE, MICRO_BATCHES, PATTERN_SHARE, WORST_BATCH
 from memdiag.trace import NONE, Kind, Phase, Role
@@ -112,7 +113,9 @@ def _kept(found: Evidence, chosen: Mask) -> Finding | None:
         return None
     earlier, now = found.bytes_of(mine & step_over), found.bytes_of(mine & ~step_over)
     in_graphs = found.bytes_of(mine & (found.role == Role.SAVED_ACTIVATIONS))
-    evidence = ["checkpointing frees none of it: something in the script holds it"]
+    holder = who_holds_most(found.at.trace, last_looks_at(found.at.trace, mine))
+    evidence = ["checkpointing frees none of it: " + ("something in the script holds it" if holder is None else
+                                                      holder.sentence)]
     if in_graphs:
         evidence.insert(0, f"{format_bytes(in_graphs)} of it was saved for a backward: the graph of that step is kept")
     if now:
@@ -121,7 +124,7 @@ def _kept(found: Evidence, chosen: Mask) -> Finding | None:
         evidence.insert(0, f"{format_bytes(earlier)} were made in an earlier step, and do not grow in number")
     return found.finding(
         Class.ACTIVATION, "hidden_states", "Activations are held that no backward needs", mine, evidence,
-        [Advice("do not store them, or let go of them when the step is over", saving)], since=since)
+        [Advice("do not store them, or let go of them when the step is over", saving)], holder=holder, since=since)
 
 
 def _micro_batches(found: Evidence, chosen: Mask) -> Finding | None:

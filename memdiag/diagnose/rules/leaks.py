@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
-from memdiag.diagnose.holders import capacity, is_variable, last_looks, who_holds_most
+from memdiag.diagnose.holders import capacity, is_variable, last_looks_at, who_holds_most
 from memdiag.diagnose.model import Advice, Class, Finding, Holder, Mask, Severity
 from memdiag.diagnose.rules.failures import TRACEBACK
 from memdiag.diagnose.rules.snapshots import snapshots
 from memdiag.policy import FINDING_SHARE, PATTERN_SHARE, SWELLING_SHARE
 from memdiag.trace import NONE, Role
-from memdiag.trace.model import GARBAGE, ITS_GRAPH
+from memdiag.trace.model import ITS_GRAPH
 from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
@@ -182,8 +182,7 @@ def _holder(found: Evidence, grown: Mask) -> Holder | None:
     trace = found.run.trace
     ends = trace["steps"]["end_event"]
     stays = np.searchsorted(ends, found.run.life.died) - np.searchsorted(ends, found.run.life.born) > 1
-    looks = {allocation: look for allocation, look in last_looks(trace).items()
-             if grown[allocation] and trace.string(look.chain) != GARBAGE}
+    looks = last_looks_at(trace, grown)
     # What is gone a step later has only passed through the place that grows, save where all of it is made anew.
     staying = {allocation: look for allocation, look in looks.items() if stays[allocation]}
     # What a variable referred to when it was looked at is kept by a container, if others of its kind are.

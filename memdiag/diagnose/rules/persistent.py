@@ -13,6 +13,8 @@ from memdiag.trace import Phase, Role
 from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS
 from memdiag.units import format_bytes
 
+_HISTORY = (".old_dirs", ".old_stps")  # names in the state of torch.optim.LBFGS
+
 
 def persistent(found: Evidence) -> Iterable[Finding]:
     parameters = found.role == Role.PARAMETERS
@@ -33,9 +35,24 @@ def _state(found: Evidence, chosen: Mask, parameters: int) -> Finding:
         "parameters", chosen,
         [f"{format_bytes(size)} of state for {format_bytes(found.bytes_of(found.role == Role.PARAMETERS))} of "
          "parameters", "it is there in every step, whatever the batch: checkpointing cannot lower it"],
-        [Advice("an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, factored or "
-                "8-bit state keeps a part, sharding over ranks a share", found.saving(chosen | temporaries),
-                at_most=True)])
+        [*_history(found, chosen), Advice(
+            "an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, factored or "
+            "8-bit state keeps a part, sharding over ranks a share", found.saving(chosen | temporaries),
+            at_most=True)])
+
+
+def _history(found: Evidence, chosen: Mask) -> list[Advice]:
+    """LBFGS keeps the differences of its last steps: two tensors as large as the model for each."""
+    trace, claims = found.at.trace, found.at.trace["claims"]
+    named = [number for number in np.unique(claims["name"]).tolist()
+             if (trace.string(number) or "").endswith(_HISTORY)]
+    history = np.zeros(len(chosen), dtype=bool)
+    history[claims["allocation"][np.isin(claims["name"], named)]] = True
+    if not found.matters(chosen & history):
+        return []
+    return [Advice(
+        "a smaller `history_size`: each item less frees two tensors as large as the model", found.saving(
+            chosen & history), at_most=True)]
 
 
 def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
@@ -106,7 +123,7 @@ def _buffers(found: Evidence) -> tuple[Mask, bool]:
 
 
 def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
-    copies = chosen & (found.role == Role.HELD)
+    copies = chosen & found.copies
     size = found.bytes_of(copies)
     if size >= parameters // 2:
         return found.finding(
