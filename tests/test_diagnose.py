@@ -104,6 +104,13 @@ class TestGrowth:
         assert found.growth.bytes_per_step == 4
         assert found.verdict.cls is Class.ACTIVATION
 
+    def test_what_has_become_much_of_the_peak_is_a_leak_however_slow(self) -> None:
+        # GIVEN a run of three thousand steps that has kept 4 KiB of each, so that as many more would not double it
+        found = diagnosis(loop([4096] * 3000, 3000, activation=MIB))
+        assert 1000 * 4096 < 3000 * 4096 + MIB
+        assert found.verdict.cls is Class.LEAK
+        assert found.findings[0].advice[0].bytes == 2999 * 4096
+
     def test_an_optimizers_history_is_growth_and_no_leak(self) -> None:
         # GIVEN an optimizer that keeps a MiB more of its own with every step
         run = TraceBuilder()

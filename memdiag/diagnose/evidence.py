@@ -108,8 +108,9 @@ class Evidence(Moment):
 
     @property
     def leaking(self) -> bool:
-        """Whether what leaks would double the peak in a real run."""
-        return self.leak_rate > 0 and self.leak_rate * LEAK_STEPS >= self.peak_bytes > 0
+        """Whether what leaks would double the peak in a real run, or is much of it after so many steps."""
+        soon = self.leak_rate * LEAK_STEPS >= self.peak_bytes > 0
+        return self.leak_rate > 0 and (soon or self.matters(self.leaked))
 
     @cached_property
     def scratch(self) -> Mask:

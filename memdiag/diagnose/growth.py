@@ -103,7 +103,8 @@ class _Places:
         size = run.trace["allocations"]["bytes"]
         order = np.argsort(site, kind="stable")
         groups = np.split(allocations[order], np.cumsum(np.bincount(site, minlength=sites))[:-1]) if sites else []
-        self.rates = np.array([
+        self.rates = np.array([  # one allocation does not grow; of light steps there may be thousands of a size each
+            0.0 if len(mine) < 2 else
             _rate(_series(first[mine], last[mine], size[mine], steps), _births(run, mine, first, last, steps))
             for mine in groups])
         grows = self.rates > 0
