@@ -40,10 +40,6 @@ GROWTH_RUN = 5
 """New maxima in a row that make a single, ever larger allocation growth (a tensor concatenated onto itself). Of
 batches of random lengths that many rising ones in a row are one in a hundred (1/5!)."""
 
-GROWTH_MORE = 2
-"""How many times as much light steps must leak as those in full, for something else to have begun: what leaks with a
-batch leaks twice as much with one twice as long."""
-
 SHORTAGE_BYTES = 2 << 20
 """Peak below which a run is short of nothing: CUDA's allocator takes no less than this from the device at once, so
 whatever such a run did, it could not take less."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memdiag.diagnose.evidence import Evidence
+from memdiag.diagnose.growth import growing
 from memdiag.diagnose.model import Class, ClassShare, Diagnosis, Finding, Growth, Oom, RunnerUp, Severity, Verdict
 from memdiag.diagnose.oom import Failure, out_of_memory
 from memdiag.diagnose.rules import OUT_OF_MEMORY, RULES
@@ -24,7 +25,7 @@ def diagnose(run: View) -> Diagnosis:
         why = "the events of the peak's step were not kept: record that step in full with --steps"
         verdict = Verdict(Class.UNDETERMINED, [], run.worst.phase.label if run.worst.phase else None, why)
         return Diagnosis(
-            _with_failure(verdict, oom), _ending(oom, []), Growth(None, None, []), [], None, None, oom)
+            _with_failure(verdict, oom), _ending(oom, []), growing(run).growth, [], None, None, oom)
     findings = [finding for rule in RULES for finding in rule(found)]
     small = _needed(found) < SHORTAGE_BYTES
     if small:

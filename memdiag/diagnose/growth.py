@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memdiag.diagnose.holders import capacity, is_variable, last_looks
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
-from memdiag.policy import GROWTH_BIRTHS, GROWTH_MORE, GROWTH_RUN
+from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
 from memdiag.trace.model import GARBAGE, Trace
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
-
-_PERSISTENT = (Role.PARAMETERS, Role.BUFFERS, Role.GRADIENTS, Role.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Growing:
         leaks: over the run's allocations, those that survive at growing places; the state of one optimizer, which its
             own bounds limit, is growth and no leak; nor is what a container of a fixed capacity keeps.
         leak_rate: bytes of leaks that come with every step.
-        leak_sites: their places, where steps were recorded in full.
+        leak_sites: their places; without names where only light steps had them.
         filling: those that survive at growing places in containers of a fixed capacity.
         cycles: those that survive at growing places in reference cycles, until the garbage collector comes by.
     """
@@ -45,42 +43,57 @@ def growing(run: View) -> Growing:
 
     A place in the code is growing where what it made is alive at the ends of later steps, more and more of it, until
     the last. The first step is warm-up and does not count; a cache that fills and stops is not growth; nor is what
-    one step leaves for the next. Of light steps no place is known: there it is one size, or all other sizes together.
-    By how much, and where, is told by the steps that were recorded in full; by the light ones where those are too few,
-    or grew by much less.
+    one step leaves for the next. Where light steps made something is not known: there a place is that of what has the
+    same size in the steps in full, or else a size.
     """
+    steps = run.trace["steps"]
+    light, total = steps["level"] == Level.LIGHT, _of_all(steps["end_bytes"])
+    found = _growing(run, light, np.ones(len(light), dtype=bool))
+    if light.any() and total and not found.growth.bytes_per_step:
+        # What each step makes anew, a little larger, light steps do not tell.
+        found = _growing(run, light, ~light)
+        if not found.growth.bytes_per_step:
+            found = replace(found, growth=Growth(total, None, []))
+    return found
+
+
+def _growing(run: View, light: Mask, chosen: Mask) -> Growing:
+    """What grows from end to end of the chosen steps."""
     trace, steps = run.trace, run.trace["steps"]
-    light = np.flatnonzero(steps["level"] == Level.LIGHT)
-    left = np.flatnonzero(run.mine & (run.born_in == NONE) & np.isin(run.born_step, steps["step"][light]))
-    of_light = _light(run, left, steps["step"][light], steps["end_event"][light])
-    ends = steps["end_event"][steps["level"] == Level.FULL]  # the first is what the others are compared with
+    left = run.mine & (run.born_in == NONE) & np.isin(run.born_step, steps["step"][light])
+    # What the last step leaves is not known to stay, if it is a light one.
+    number = int(chosen.sum()) - int(light[chosen][-1:].sum())
+    ends = steps["end_event"][chosen][:number]
+    if number <= GROWTH_BIRTHS:
+        nothing = np.zeros(len(left), dtype=bool)
+        return Growing(Growth(None, None, []), nothing, 0.0, [], nothing, nothing)
     first = np.searchsorted(ends, run.life.born, side="right")
+    first[left] = np.searchsorted(steps["step"][chosen], run.born_step[left])
     last = np.searchsorted(ends, run.life.died, side="right")
-    survives = run.mine & (last > first) & (run.life.born != NONE)
-    survives[left] = False
-    size = trace["allocations"]["bytes"]
-    if len(ends) <= GROWTH_BIRTHS:
-        leaks, cycles, filling = (of_light.mask(kind) for kind in (of_light.leaks, of_light.garbage, of_light.fills))
-        # What a few steps in full left, too, is known by its size.
-        leaks |= survives & np.isin(size, size[leaks]) & ~np.isin(_last_roles(run), _PERSISTENT)
-        rate = of_light.rate or _of_all(steps["end_bytes"])
-        return Growing(Growth(rate, None, []), leaks, of_light.leak_rate, [], cycles, filling)
-    site, keys = _sites(trace, run, np.flatnonzero(survives))
-    of_full = _Places(run, np.flatnonzero(survives), site, len(keys), first, last, len(ends))
-    found = np.flatnonzero(of_full.rates > 0)
-    found = found[np.argsort(-of_full.rates[found], kind="stable")]
-    places = [_place(trace, keys[number]) for number in found]
-    sites = [Site(p.operator, p.module, p.line, float(of_full.rates[number]))
-             for p, number in zip(places, found, strict=True)]
-    leak_sites = [place for place, number in zip(sites, found, strict=True) if of_full.leaks[number]]
-    leaks, cycles, filling = (of_full.mask(kind) for kind in (of_full.leaks, of_full.garbage, of_full.fills))
-    # Light steps do not tell what else grows from a leak, save by its size.
-    bounded = np.setdiff1d(size[survives & ~leaks], size[leaks])
-    leaks |= of_light.mask(of_light.leaks) & ~np.isin(size, bounded)
-    rate, leak_rate = of_full.rate, of_full.leak_rate
-    if of_light.leak_rate > GROWTH_MORE * rate:
-        rate = leak_rate = of_light.leak_rate
-    return Growing(Growth(rate, None, sites), leaks, leak_rate, leak_sites, cycles, filling)
+    survives = np.flatnonzero(run.mine & (last > first) & (run.life.born != NONE))
+    # Of light steps only what outlives the next one too is known: the others count as little in full ones.
+    counts = last - first > int((light & chosen).any())
+    site, keys = _sites(trace, run, survives)
+    site = _by_size(run, survives, site, left[survives])
+    keys = np.concatenate([keys, np.full((int(site.max(initial=-1)) + 1 - len(keys), keys.shape[1]), NONE)])
+    places = _Places(run, survives, site, len(keys), counts, first, last, number)
+    joined = _of_many_sizes(run, survives, site, left[survives], places)
+    if joined is not None:
+        # Its place is the largest of those that are known.
+        known = np.flatnonzero(joined & (keys != NONE).any(axis=1))
+        total = np.bincount(site, trace["allocations"]["bytes"][survives], len(keys))
+        site = np.where(joined[site], len(keys), site)
+        keys = np.concatenate([keys, keys[known[total[known].argmax()]][None] if len(known) else np.full((1, 3), NONE)])
+        places = _Places(run, survives, site, len(keys), counts, first, last, number)
+    found = np.flatnonzero(places.rates > 0)
+    found = found[np.argsort(-places.rates[found], kind="stable")]
+    named = [_place(trace, key) for key in keys[found]]
+    sites = [Site(p.operator, p.module, p.line, float(places.rates[number]))
+             for p, number in zip(named, found, strict=True)]
+    leak_sites = [place for place, number in zip(sites, found, strict=True) if places.leaks[number]]
+    return Growing(
+        Growth(places.rate, None, sites), places.mask(places.leaks), places.leak_rate, leak_sites,
+        places.mask(places.garbage), places.mask(places.fills))
 
 
 class _Places:
@@ -89,6 +102,7 @@ class _Places:
     Args:
         allocations: what outlives its step.
         site: the place of each, a number below ``sites``.
+        counts: which of all allocations of the run make a place grow.
         first, last: of all allocations of the run, the steps from and before whose ends they are alive.
 
     Attributes:
@@ -98,11 +112,13 @@ class _Places:
     """
 
     def __init__(
-        self, run: View, allocations: Ints, site: Ints, sites: int, first: Ints, last: Ints, steps: int
+        self, run: View, allocations: Ints, site: Ints, sites: int, counts: Mask, first: Ints, last: Ints, steps: int
     ) -> None:
         size = run.trace["allocations"]["bytes"]
-        order = np.argsort(site, kind="stable")
-        groups = np.split(allocations[order], np.cumsum(np.bincount(site, minlength=sites))[:-1]) if sites else []
+        counted = np.flatnonzero(counts[allocations])
+        counted = counted[np.argsort(site[counted], kind="stable")]
+        ends = np.cumsum(np.bincount(site[counted], minlength=sites))
+        groups = np.split(allocations[counted], ends[:-1]) if sites else []
         self.rates = np.array([  # one allocation does not grow; of light steps there may be thousands of a size each
             0.0 if len(mine) < 2 else
             _rate(_series(first[mine], last[mine], size[mine], steps), _births(run, mine, first, last, steps))
@@ -123,28 +139,36 @@ class _Places:
         return found
 
 
-def _light(run: View, left: Ints, steps: Ints, ends: Ints) -> _Places:
-    """How what light steps leave grows, by its size.
+def _by_size(run: View, allocations: Ints, site: Ints, light: Mask) -> Ints:
+    """The place of each allocation, where those that light steps left have that of most others of their size, if there
+    are any. An optimizer's state is apart."""
+    site = site.copy()
+    kind = 2 * run.trace["allocations"]["bytes"][allocations] + (_last_roles(run)[allocations] == Role.OPTIMIZER_STATE)
+    pairs, number = np.unique(np.stack([kind[~light], site[~light]]), axis=1, return_counts=True)
+    most = {}
+    for row in np.argsort(number, kind="stable").tolist():
+        most[int(pairs[0, row])] = int(pairs[1, row])
+    new = int(site.max(initial=-1)) + 1
+    kinds, group = np.unique(kind[light], return_inverse=True)
+    of_kind = np.array([most.get(kind, new + place) for place, kind in enumerate(kinds.tolist())], dtype=np.int64)
+    site[light] = of_kind[group.reshape(-1)]
+    return site
 
-    Args:
-        left: what they leave.
-        steps, ends: their numbers, and the events at their ends.
+
+def _of_many_sizes(run: View, allocations: Ints, site: Ints, light: Mask, places: _Places) -> Mask | None:
+    """Places to be taken as one: of batches of many lengths no size comes often enough. None where there are none.
+
+    They are the sizes of light steps that do not grow, and places in full steps of many sizes that do not either.
     """
-    size = run.trace["allocations"]["bytes"]
-    first = np.zeros(len(size), dtype=np.int64)
-    first[left] = np.searchsorted(steps, run.born_step[left])
-    last = np.searchsorted(ends, run.life.died, side="right")
-    # What the last of them leaves is not known to stay.
-    number = max(len(ends) - 1, 0)
-    last = np.minimum(last, number)
-    left = left[last[left] > first[left]]
-    if number <= GROWTH_BIRTHS:
-        left = left[:0]
-    sizes, site = np.unique(size[left], return_inverse=True)
-    alike = _Places(run, left, site.reshape(-1), len(sizes), first, last, number)
-    # Of batches of many lengths none comes often enough: together they may grow all the same.
-    site = np.where((alike.rates > 0) | alike.bounded, np.arange(len(sizes)), len(sizes))[site.reshape(-1)]
-    return _Places(run, left, site, len(sizes) + 1, first, last, number)
+    count = len(places.rates)
+    idle = (places.rates == 0) & ~places.bounded
+    in_full, in_light = (np.bincount(site[where], minlength=count) > 0 for where in (~light, light))
+    sizes = np.bincount(np.unique(np.stack([site, run.trace["allocations"]["bytes"][allocations]]), axis=1)[0],
+                        minlength=count)
+    number = np.bincount(site, minlength=count)
+    alone = idle & in_light & ~in_full
+    varying = idle & in_full & (sizes >= GROWTH_BIRTHS) & (2 * sizes > number)
+    return alone | varying if alone.any() else None
 
 
 def _of_all(live: Ints) -> float | None:

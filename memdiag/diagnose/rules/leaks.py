@@ -81,6 +81,8 @@ def _in_light(found: Evidence) -> Finding:
     chosen = found.leaked
     holder = _holder(found, found.growing.leaks)
     in_graphs = found.bytes_of(chosen & (found.role == Role.SAVED_ACTIVATIONS))
+    if holder is not None and not _through_graph(holder):
+        in_graphs = 0  # light steps do not tell when a graph lets go of what Python holds too
     kind, title, keep = "growth", _grows(found), _LET_GO
     if _through_graph(holder) or 2 * in_graphs > found.bytes_of(chosen):
         keep = _DETACH
@@ -89,8 +91,8 @@ def _in_light(found: Evidence) -> Finding:
         told = _leak(of_full)
         kind, title, keep = told.kind, told.title, told.advice[0].text
     return found.finding(
-        Class.LEAK, kind, title, chosen, _evidence(found, in_graphs, holder), [Advice(keep, found.saving(chosen))],
-        Severity.HIGH, holder)
+        Class.LEAK, kind, title, chosen, _evidence(found, in_graphs, holder),
+        [Advice(keep, found.saving(chosen) or None)], Severity.HIGH, holder)
 
 
 def _grows(found: Evidence) -> str:
@@ -102,17 +104,16 @@ def _through_graph(holder: Holder | None) -> bool:
 
 
 def _evidence(found: Evidence, in_graphs: int, holder: Holder | None) -> list[str]:
+    where, left = found.growing.leak_sites[0], found.bytes_of(found.leaked)
     evidence = [
         f"live memory at the end of a step grows by {format_bytes(round(found.leak_rate))} per step, until the last",
-        f"{found.when} {format_bytes(found.bytes_of(found.leaked))} were left from earlier steps",
-        "where most of it is allocated is not known of light steps: record some in full (`--steps`)",
+        f"{found.when} {format_bytes(left)} were left from earlier steps" if left else
+        "how much of the peak earlier steps have left is not known",
+        f"the largest part is allocated at {where.line or where.operator or 'a place that is not known'}, "
+        f"{format_bytes(round(where.bytes_per_step))} per step",
     ]
-    sites = found.growing.leak_sites
-    if 2 * sum(site.bytes_per_step for site in sites) > found.leak_rate:
-        where = sites[0]
-        evidence[-1] = "the largest part is allocated at " + (
-            where.line or where.operator or "a place that is not known"
-        ) + f", {format_bytes(round(where.bytes_per_step))} per step"
+    if where.line is None and where.operator is None:
+        evidence[-1] = "where it is allocated is not known of light steps: record some in full (`--steps`)"
     if in_graphs:
         evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     if holder is not None:
