@@ -176,6 +176,63 @@ class TestActivations:
         assert finding.bytes % result == 0
         assert advice in finding.advice[0].text
 
+    @pytest.mark.filterwarnings("ignore:Using a target size")
+    @pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
+    def test_the_losses_broadcast_too(self, name: str) -> None:
+        def train(mended: bool) -> None:
+            model = nn.Linear(8, 1)
+
+            def loss(model: nn.Module) -> torch.Tensor:
+                found = model(torch.randn(900, 8))
+                return getattr(nn.functional, name)(found.squeeze(-1) if mended else found, torch.randn(900))
+
+            steps(model, loss)
+
+        before, after = (record(lambda mended=mended: train(mended)) for mended in (False, True))
+        finding = of_kind(diagnose(View(before.trace)), "broadcast")
+        assert "[900, 1] and [900] become [900, 900]" in finding.evidence[0]
+        assert finding.advice[0].bytes == pytest.approx(before.peak - after.peak, rel=0.1)
+        assert "broadcast" not in kinds(diagnose(View(after.trace)))
+
+    def test_an_exponential_that_is_divided_by_no_sum_is_no_softmax(self) -> None:
+        def loss(model: nn.Module) -> torch.Tensor:
+            e = model(torch.randn(2000, 64)).exp()
+            return (e / (1 + e)).square().sum() / 1000
+
+        assert "written_softmax" not in kinds(diagnosis(lambda: steps(nn.Linear(64, 64), loss)))
+
+    def test_the_logits_are_bounded_with_a_teachers_and_what_the_loss_makes(self) -> None:
+        # GIVEN more tokens than the model is wide, a multiple of it, so that gradients of logits have sizes that
+        # those of single samples could have
+        def train(chunked: bool) -> None:
+            student, teacher = nn.Linear(16, 2000), nn.Linear(16, 2000).requires_grad_(False)
+            target = torch.zeros(256, dtype=torch.long)
+
+            def loss(model: nn.Module) -> torch.Tensor:
+                x = torch.randn(256, 16)
+                total = torch.zeros(())
+                parts = x.split(16) if chunked else [x]
+                for part, wanted in zip(parts, target.split(len(parts[0])), strict=True):
+                    logits = model(part)
+                    of_labels = nn.functional.cross_entropy(logits, wanted, label_smoothing=0.1)
+                    of_teacher = nn.functional.kl_div(
+                        logits.log_softmax(-1), teacher(part).log_softmax(-1), log_target=True, reduction="batchmean")
+                    both = (of_labels + of_teacher) / len(parts)
+                    if chunked:
+                        both.backward()
+                    total = total + (both.detach() if chunked else both)
+                return total.requires_grad_() if chunked else total
+
+            steps(student, loss)
+
+        before, after = (record(lambda chunked=chunked: train(chunked)) for chunked in (False, True))
+        found = diagnose(View(before.trace))
+        finding = of_kind(found, "logits")
+        assert "per_sample_gradients" not in kinds(found)
+        assert finding.advice[0].at_most
+        assert finding.advice[0].bytes is not None
+        assert finding.advice[0].bytes >= before.peak - after.peak > 0
+
     def test_a_bias_that_is_subtracted_is_no_such_difference(self) -> None:
         def loss(model: nn.Module) -> torch.Tensor:
             return (model(torch.randn(4000, 64)) - torch.randn(64)).abs().mean()

@@ -41,6 +41,7 @@ _DIFFERENCES = (
     "aten::sub", "aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss",
     "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits")
 
+_BROADCASTS = ("aten::broadcast_tensors",)
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
 
@@ -142,12 +143,17 @@ class Evidence(Moment):
             Which they are, where they matter; and of the largest the operands and the result, None where they do not.
         """
         spans = self.at.trace["spans"]
-        differences = np.isin(spans["name"], self.at.trace.numbers(*_DIFFERENCES))
-        texts = np.unique(spans["signature"][differences]).tolist()
+        differences, before = (
+            np.isin(spans["name"], self.at.trace.numbers(*names)) for names in (_DIFFERENCES, _BROADCASTS))
+        texts = np.unique(spans["signature"][differences | before]).tolist()
         found = {text: shapes for text in texts if (shapes := _each_with_each(self.at.trace.string(text))) is not None}
-        alike = self.saves.alike([result for _, _, result in found.values()])
-        made = self.flow.made_in(differences & np.isin(spans["signature"], list(found)))
-        mine = self._passing & self.flow.together(made & alike, alike)
+        results = [result for _, _, result in found.values()]
+        # The losses of torch.nn.functional broadcast first, and then take two operands of one shape.
+        expanded = [text for text in texts if (of := _shapes(self.at.trace.string(text))) and of[0] in results]
+        alike = self.saves.alike(results)
+        made = self.flow.made_in(differences & np.isin(spans["signature"], [*found, *expanded]))
+        # The losses' results have the storage of their differences (`mean_out` into it), and a variable may hold one.
+        mine = (self._passing | (self.role == Role.HELD)) & self.flow.together(made & alike, alike)
         if not found or not self.matters(mine):
             return np.zeros(len(self.size), dtype=bool), None
         return mine, max(found.values(), key=lambda shapes: math.prod(shapes[-1]))
@@ -158,8 +164,11 @@ class Evidence(Moment):
 
         An argument of the exponential that a variable holds beyond the forward would be there all the same.
         """
+        written = self.saves.written_softmaxes
+        alike = self.saves.alike(written.shapes)
+        divided = self.around(written) & self.flow.divided_by_sums(alike)
         mine: Mask = self._passing | self.saves.saved & (self.role == Role.INPUTS)
-        mine &= self.around(self.saves.written_softmaxes)
+        mine &= self.flow.together(divided, alike)
         born, step = self.at.life.born, self.at.born_step
         exponential = mine & self.made_by("aten::exp")
         first = np.full(int(step.max(initial=0)) + 2, np.iinfo(np.int64).max)  # in each step; the last is for none
@@ -192,6 +201,9 @@ class Evidence(Moment):
         phase = self.at.nest.of(self.at.nest.phase, self.at.born_in)
         made = np.isin(at(self.at.trace["spans"]["name"], phase), self.at.trace.numbers(Phase.BACKWARD.label))
         made &= ~self.saves.saved & ~np.isin(self.role, (Role.GRADIENTS, Role.PARAMETERS))
+        # What has the size of something that a forward made is its gradient.
+        forward = np.isin(at(self.at.trace["spans"]["name"], phase), self.at.trace.numbers(Phase.FORWARD.label))
+        made &= ~np.isin(self.size, np.unique(self.size[forward]))
         there, count = np.unique(self.size[made & self.alive], return_counts=True)
         if len(sizes) < SNAPSHOT_PARAMETERS or not len(there) or not sizes.all():
             return nothing, 0

@@ -35,9 +35,9 @@ class Flow:
     def __init__(self, view: View) -> None:
         trace, nest = view.trace, view.nest
         self._count = len(trace["allocations"]["bytes"])
-        names = trace["spans"]["name"]
-        self._product = np.isin(names, trace.numbers(*_PRODUCTS))
-        self._multiplies = self._product | np.isin(names, trace.numbers(*_LAYERS))
+        self._trace, self._names = trace, trace["spans"]["name"]
+        self._product = self._named(*_PRODUCTS)
+        self._multiplies = self._product | self._named(*_LAYERS)
         self._reader = span_rows(trace, trace["reads"]["span"])
         self._read = trace["reads"]["allocation"]
         known = (self._reader != NONE) & (self._read != NONE)
@@ -80,8 +80,7 @@ class Flow:
                 chosen &= there
         mine: Mask = wanted & chosen[group]
         # A product takes gradients of its size; all others take and give them.
-        undone = np.zeros(len(self._multiplies), dtype=bool)
-        undone[self._reader[mine[self._read]]] = True
+        undone = self._readers(mine)
         makers = self._maker[mine & (self._maker != NONE)]
         undone[makers[~self._multiplies[makers]]] = True
         return mine | alike & self._at(undone, self._undone)
@@ -89,6 +88,28 @@ class Flow:
     def made_in(self, spans: Mask) -> Mask:
         """What these operators made in forward."""
         return self._at(spans, self._maker)
+
+    def divided_by_sums(self, alike: Mask) -> Mask:
+        """What is divided by something that a sum has made, or that was made from it in one operator (`+ eps`).
+
+        Args:
+            alike: what is not taken for such a sum.
+        """
+        sums = self.made_in(self._named("aten::sum"))
+        sums |= ~alike & self.made_in(self._readers(sums) & ~self._multiplies)
+        found = np.zeros(self._count, dtype=bool)
+        found[self._read[(self._readers(sums) & self._named("aten::div"))[self._reader]]] = True
+        return found
+
+    def _named(self, *operators: str) -> Mask:
+        found: Mask = np.isin(self._names, self._trace.numbers(*operators))
+        return found
+
+    def _readers(self, chosen: Mask) -> Mask:
+        """Operators that were given some of these."""
+        found = np.zeros(len(self._names), dtype=bool)
+        found[self._reader[chosen[self._read]]] = True
+        return found
 
     def _at(self, operators: Mask, rows: Ints) -> Mask:
         found: Mask = at(operators, rows) == 1

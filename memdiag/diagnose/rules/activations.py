@@ -198,14 +198,16 @@ def _attention(found: Evidence, chosen: Mask) -> Finding | None:
 
 def _logits(found: Evidence, chosen: Mask) -> Finding | None:
     losses = found.saves.class_losses
-    mine = chosen & found.around(losses)
+    # Chunks lower also what is there without gradients: of a teacher, and inside the loss.
+    every = found.around(losses) & ~np.isin(found.role, (Role.PARAMETERS, Role.BUFFERS))
+    mine = chosen & every
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
         [f"{format_bytes(found.bytes_of(mine))} are logits of up to {_times(_largest(found, mine & losses.saved))}, "
          "what the loss makes of them, and their gradients"],
-        [Advice("compute the loss in chunks of tokens", found.saving(mine), at_most=True), *_checkpointing(found)])
+        [Advice("compute the loss in chunks of tokens", found.saving(every), at_most=True), *_checkpointing(found)])
 
 
 def _worst_batch(found: Evidence, chosen: Mask) -> Finding | None:

@@ -174,7 +174,8 @@ def _filling(found: Evidence) -> Iterable[Finding]:
         cls, "filling_container", "A container fills, up to a fixed number of items", kept,
         [f"{format_bytes(found.bytes_of(kept))} {found.when}, from {items} steps",
          f"{holder.sentence}: it ends at {most:,} items, and is no leak"],
-        [Advice("fewer items, a smaller dtype (uint8), or host memory", found.saving(kept, found.replaced(kept)))],
+        [Advice("fewer items, a smaller dtype (uint8), or host memory",
+                found.saving(kept, found.replaced(kept)) or None)],
         holder=holder)
 
 
