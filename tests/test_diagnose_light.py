@@ -51,6 +51,29 @@ def batches_of_many_lengths(mended: bool) -> None:
     train(lambda x, loss: None if mended else x, lambda step: 800 + 37 * step * step % 400)
 
 
+def now_and_then(mended: bool) -> None:
+    count = iter(range(STEPS))
+    train(lambda x, loss: x if next(count) % 3 == 2 and not mended else None)
+
+
+def late(mended: bool) -> None:
+    count = iter(range(STEPS))
+    train(lambda x, loss: x if next(count) > 7 and not mended else None)
+
+
+def as_large_as_the_state(mended: bool) -> None:
+    """Snapshots of a weight: Adam's moments have its size."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    kept = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(16, 512)).square().mean().backward()
+        kept.append(None if mended else model.weight.detach().clone())
+        optimizer.step()
+
+
 def peak(seen: Seen) -> int:
     return worst(seen.trace, seen.line).bytes
 
@@ -65,9 +88,10 @@ class TestLeaks:
     @LEVELS
     @pytest.mark.parametrize(("leak", "per_step"), [
         (graphs, 800 * (64 + 128 + 1) * 4 + 4), (batches, 800 * 64 * 4), (batches_of_many_lengths, None),
+        (now_and_then, 800 * 64 * 4 / 3), (late, 800 * 64 * 4), (as_large_as_the_state, 512 * 256 * 4),
     ])
     def test_the_peak_falls_by_what_was_said(
-        self, options: dict[str, Any], leak: Callable[[bool], None], per_step: int | None
+        self, options: dict[str, Any], leak: Callable[[bool], None], per_step: float | None
     ) -> None:
         # GIVEN a run that leaks, its highest step in light, and the same one mended
         before, after = record(partial(leak, False), **options), record(partial(leak, True), **options)
@@ -86,7 +110,8 @@ class TestLeaks:
         assert found.runner_up.without == "without finding 1"
         assert (".item()" in advice.text) == (leak is graphs)
         # AND what leaked is no shortage of another kind, nor is the mended run's rest
-        assert {other.cls for other in found.findings[1:]} <= {Class.ACTIVATION, None}
+        rest = {Class.ACTIVATION, Class.OPTIMIZER_STATE, None}
+        assert {other.cls for other in found.findings[1:]} <= rest
         assert diagnose(View(after.trace)).verdict.cls is not Class.LEAK
 
     def test_one_that_begins_when_no_step_is_recorded_in_full_any_more(self) -> None:
@@ -98,6 +123,27 @@ class TestLeaks:
         found = diagnosis(record(lambda: train(late), steps=(0, 6)))
         assert found.verdict.cls is Class.LEAK
         assert found.growth.bytes_per_step == pytest.approx(800 * 64 * 4, rel=0.01)
+
+    @LEVELS
+    @pytest.mark.parametrize("ends", ["stops", "is cleared", "keeps the last"])
+    def test_what_grew_while_steps_were_recorded_in_full_and_ended_is_none(
+        self, options: dict[str, Any], ends: str
+    ) -> None:
+        kept: list[torch.Tensor] = []
+        count = iter(range(STEPS))
+
+        def keep(x: torch.Tensor, loss: torch.Tensor) -> None:
+            step = next(count)
+            if ends == "is cleared" and step % 7 == 6:
+                kept.clear()
+            if ends == "keeps the last" and len(kept) == 6:
+                kept.pop(0)
+            if ends != "stops" or step < 6:
+                kept.append(x)
+
+        found = diagnose(View(record(lambda: train(keep), **options).trace))
+        assert found.verdict.cls is not Class.LEAK
+        assert found.growth.bytes_per_step == 0
 
     @LEVELS
     def test_what_fills_and_ends_is_none(self, options: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def _growing(run: View, light: Mask, chosen: Mask) -> Growing:
     # Of light steps only what outlives the next one too is known: the others count as little in full ones.
     counts = last - first > int((light & chosen).any())
     site, keys = _sites(trace, run, survives)
-    site = _by_size(run, survives, site, left[survives])
+    site = _by_size(run, survives, site, left[survives], (last - first)[survives])
     keys = np.concatenate([keys, np.full((int(site.max(initial=-1)) + 1 - len(keys), keys.shape[1]), NONE)])
     places = _Places(run, survives, site, len(keys), counts, first, last, number)
     joined = _of_many_sizes(run, survives, site, left[survives], places)
@@ -139,14 +139,15 @@ class _Places:
         return found
 
 
-def _by_size(run: View, allocations: Ints, site: Ints, light: Mask) -> Ints:
-    """The place of each allocation, where those that light steps left have that of most others of their size, if there
-    are any. An optimizer's state is apart."""
+def _by_size(run: View, allocations: Ints, site: Ints, light: Mask, steps: Ints) -> Ints:
+    """The place of each allocation, where those that light steps left have that of others of their size, if there are
+    any: the place whose allocations live for most steps. An optimizer's state is apart."""
     site = site.copy()
     kind = 2 * run.trace["allocations"]["bytes"][allocations] + (_last_roles(run)[allocations] == Role.OPTIMIZER_STATE)
-    pairs, number = np.unique(np.stack([kind[~light], site[~light]]), axis=1, return_counts=True)
+    pairs, pair = np.unique(np.stack([kind[~light], site[~light]]), axis=1, return_inverse=True)
+    lived = np.bincount(pair.reshape(-1), steps[~light], pairs.shape[1])
     most = {}
-    for row in np.argsort(number, kind="stable").tolist():
+    for row in np.argsort(lived, kind="stable").tolist():
         most[int(pairs[0, row])] = int(pairs[1, row])
     new = int(site.max(initial=-1)) + 1
     kinds, group = np.unique(kind[light], return_inverse=True)
