@@ -89,7 +89,7 @@ def _growth(diagnosis: Diagnosis) -> str:
         said.append(f"{format_bytes(round(rate))} per step" if rate else "none from step to step")
     if host:
         said.append(f"the process, tensors left out, grows by {format_bytes(round(host))} per step")
-    return "; ".join(said) or "not known: too few steps were recorded in full"
+    return "; ".join(said) or "not known: too few steps"
 
 
 def _scaling(diagnosis: Diagnosis) -> str | None:
