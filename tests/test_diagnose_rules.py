@@ -239,6 +239,20 @@ class TestActivations:
 
         assert "broadcast" not in kinds(diagnosis(lambda: steps(nn.Linear(64, 64), loss)))
 
+    def test_attention_weights_that_the_script_keeps(self) -> None:
+        # GIVEN weights that a list holds from step to step, so that of the attention only gradients are activations
+        kept: list[torch.Tensor] = []
+
+        class Telling(Attention):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q, k, v = self.qkv(x).chunk(3, dim=-1)
+                weights = (q @ k.transpose(1, 2) / 32**0.5).softmax(-1)
+                kept.append(weights)
+                return weights @ v
+
+        found = diagnosis(lambda: steps(Telling(False), lambda m: m(torch.randn(2, 500, 32)).square().mean()))
+        assert found.verdict.cls is Class.LEAK
+
     def test_similarities_that_weigh_nothing_are_no_attention(self) -> None:
         """A contrastive loss has a softmax over the product of two tensors, of which only the loss is taken."""
         encoder = nn.Linear(32, 32)

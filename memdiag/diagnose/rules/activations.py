@@ -182,10 +182,11 @@ def _times(shape: tuple[int, ...]) -> str:
 
 def _attention(found: Evidence, chosen: Mask) -> Finding | None:
     softmaxes = found.saves.softmaxes
-    mine = chosen & found.around(softmaxes, between_products=True)
+    every = found.around(softmaxes, between_products=True)
+    mine = chosen & every
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
-    shape = _largest(found, mine & softmaxes.saved)
+    shape = _largest(found, every & softmaxes.saved)
     evidence = [f"{format_bytes(found.bytes_of(mine))} are softmaxes of up to {_times(shape)}, what they are made "
                 "from and what is made of them"]
     if shape[-1] == shape[-2]:
@@ -198,15 +199,15 @@ def _attention(found: Evidence, chosen: Mask) -> Finding | None:
 
 def _logits(found: Evidence, chosen: Mask) -> Finding | None:
     losses = found.saves.class_losses
-    # Chunks lower also what is there without gradients: of a teacher, and inside the loss.
-    every = found.around(losses) & ~np.isin(found.role, (Role.PARAMETERS, Role.BUFFERS))
+    every = found.around(losses)
     mine = chosen & every
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     return found.finding(
         Class.ACTIVATION, "logits", "The logits and their copies in the loss", mine,
-        [f"{format_bytes(found.bytes_of(mine))} are logits of up to {_times(_largest(found, mine & losses.saved))}, "
+        [f"{format_bytes(found.bytes_of(mine))} are logits of up to {_times(_largest(found, every & losses.saved))}, "
          "what the loss makes of them, and their gradients"],
+        # Chunks lower also what is there without gradients: of a teacher, and inside the loss.
         [Advice("compute the loss in chunks of tokens", found.saving(every), at_most=True), *_checkpointing(found)])
 
 
