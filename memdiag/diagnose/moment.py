@@ -11,7 +11,7 @@ from memdiag.diagnose.model import Ints, Mask
 from memdiag.diagnose.removal import Removal
 from memdiag.diagnose.saves import Matrices, Saves
 from memdiag.policy import FINDING_SHARE
-from memdiag.trace import NONE, Phase
+from memdiag.trace import NONE, Kind, Phase
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
@@ -114,7 +114,7 @@ class Moment:
         """For each allocation, the event from which on nothing but who keeps it needs it.
 
         What no backward reads is of no use once the outermost module call that made it is over, and what one does read
-        when it last did so in its own step; else it is needed until that step ends.
+        when the last node that did so in its own step has ended; else it is needed until that step ends.
         """
         spans, nest, ends = self.at.trace["spans"], self.at.nest, self.step_ends()
         read = self.saves.last_read
@@ -123,8 +123,19 @@ class Moment:
         unread = self.saves.never_read & (module != NONE)
         since[unread] = spans["end_event"][module[unread]]
         in_step = (read != NONE) & (read < ends)
-        since[in_step] = read[in_step]
+        since[in_step] = self._node_ends(read[in_step])
         return since
+
+    def _node_ends(self, events: Ints) -> Ints:
+        """The event at which the node of backward has ended that ran at each of these events."""
+        spans, nest = self.at.trace["spans"], self.at.nest
+        nodes = np.flatnonzero((spans["kind"] == Kind.NODE) & (nest.node == np.arange(len(nest.node))))
+        nodes = nodes[np.argsort(spans["start_event"][nodes], kind="stable")]
+        row = np.searchsorted(spans["start_event"][nodes], events, side="right") - 1
+        known = row >= 0
+        ends = events.copy()
+        ends[known] = np.maximum(events[known], spans["end_event"][nodes[row[known]]])
+        return ends
 
     def replaced(self, chosen: Mask) -> Ints:
         """For each allocation, the event at which the one after the next of its kind is born.
