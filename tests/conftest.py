@@ -1,5 +1,6 @@
 """What all tests share: how hypothesis runs, and where the collections lie that are not part of the project."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from hypothesis import settings
 # Examples in the same order on every machine, and no deadline: a slow machine is no failure.
 settings.register_profile("memdiag", deadline=None, derandomize=True)
 settings.load_profile("memdiag")
+
+
+def pytest_collection_finish() -> None:
+    """The recorder looks through all objects now and then: what the modules of all tests have imported, some half a
+    million of them, is put out of its sight."""
+    gc.collect()
+    gc.freeze()
 
 
 def folder_in(variable: str) -> Path:

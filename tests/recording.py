@@ -29,9 +29,6 @@ from memdiag.trace.timeline import Lives, Timeline, lives, timeline
 
 ROOT = Path(__file__).parent.parent
 
-# The recorder looks through all objects now and then. The test runner's, some half a million, are put out of sight.
-gc.freeze()
-
 
 def record(function: Callable[[], Any], **options: Any) -> Seen:
     """Records a function in this process. What it returns is let go before the recording ends.
