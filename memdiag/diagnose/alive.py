@@ -28,13 +28,10 @@ def by_role(view: View, event: int) -> dict[Role, int]:
 def by_place(view: View, event: int) -> dict[Place, int]:
     """Bytes by the module, operator and line of birth, largest first; they sum to what is alive."""
     trace, alive = view.trace, alive_after(view, event)
-    key = _births(view, alive)
+    key = _with_lines(view, alive)
     if view.run is not view:  # what was born in full steps is known there
-        continues = trace["continues"]
-        row = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
-        row[continues["allocation"]] = continues["row"]
-        known = row[alive] != NONE
-        key[known] = _births(view.run, row[alive[known]])
+        rows = view.rows_in_run[alive]
+        key[rows != NONE] = _with_lines(view.run, rows[rows != NONE])
     keys, group = np.unique(key, axis=0, return_inverse=True)
     total = np.zeros(len(keys), dtype=np.int64)
     np.add.at(total, group.reshape(-1), trace["allocations"]["bytes"][alive])
@@ -45,14 +42,19 @@ def by_place(view: View, event: int) -> dict[Place, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _births(view: View, allocations: Ints) -> Ints:
-    """Module, operator and line of each birth, as numbers of their texts."""
-    rows = view.born_in[allocations]
+def births(view: View, allocations: Ints) -> Ints:
+    """Module, operator and line of each birth, as numbers of their texts, in three columns."""
+    table, rows = view.trace["allocations"], view.born_in[allocations]
     operator = operator_names(view.trace, view.nest, rows)
-    kernel = view.trace["allocations"]["kernel"][allocations]
     return np.stack([
-        module_names(view.trace, view.nest, rows), np.where(operator != NONE, operator, kernel),
-        _lines(view, allocations)], axis=1)
+        module_names(view.trace, view.nest, rows),
+        np.where(operator != NONE, operator, table["kernel"][allocations]), table["line"][allocations]], axis=1)
+
+
+def _with_lines(view: View, allocations: Ints) -> Ints:
+    found = births(view, allocations)
+    found[:, 2] = _lines(view, allocations)
+    return found
 
 
 def _lines(view: View, allocations: Ints) -> Ints:

@@ -79,23 +79,23 @@ class Evidence(Moment):
     @cached_property
     def leaked(self) -> Mask:
         """What grows, and was left by an earlier step than that of the peak."""
-        if self.at is not self.run:
-            earlier: Mask = self._of_run(self.growing.leaks) & (self.at.life.born == NONE)
-        else:
-            earlier = self.growing.leaks & ((self.step == NONE) | (self.at.born_step < self.step))
-        return earlier
+        earlier = (self.step == NONE) | (self.at.born_step < self.step)
+        if self.at is not self.run:  # it tells of that step alone
+            earlier = self.at.life.born == NONE
+        found: Mask = self._of_run(self.growing.leaks) & earlier
+        return found
 
     def _of_run(self, chosen: Mask) -> Mask:
-        """Allocations of the run, where the peak is in a light step: those that have a row there."""
-        found = np.zeros(len(self.size), dtype=bool)
-        continues = self.at.trace["continues"]
-        found[continues["allocation"]] = chosen[continues["row"]]
+        """Which allocations are these of the run's."""
+        rows = self.at.rows_in_run
+        found = np.zeros(len(rows), dtype=bool)
+        found[rows != NONE] = chosen[rows[rows != NONE]]
         return found
 
     @cached_property
     def filling(self) -> Mask:
         """What containers of a fixed capacity keep, that are not full yet."""
-        return self.growing.filling if self.at is self.run else self._of_run(self.growing.filling)
+        return self._of_run(self.growing.filling)
 
     @property
     def leak_rate(self) -> float:

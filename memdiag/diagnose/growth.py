@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memdiag.diagnose.alive import births
 from memdiag.diagnose.holders import capacity, is_variable, last_looks
 from memdiag.diagnose.model import Growth, Ints, Mask, Site
 from memdiag.policy import GROWTH_BIRTHS, GROWTH_RUN
 from memdiag.trace import NONE, Level, Role
 from memdiag.trace.model import GARBAGE, Trace
-from memdiag.trace.places import Place, module_names, operator_names, relative
+from memdiag.trace.places import Place, relative
 from memdiag.trace.view import View
 
 
@@ -73,7 +74,8 @@ def _growing(run: View, light: Mask, chosen: Mask) -> Growing:
     survives = np.flatnonzero(run.mine & (last > first) & (run.life.born != NONE))
     # Of light steps only what outlives the next one too is known: the others count as little in full ones.
     counts = last - first > int((light & chosen).any())
-    site, keys = _sites(trace, run, survives)
+    keys, site = np.unique(births(run, survives), axis=0, return_inverse=True)
+    site = site.reshape(-1)
     site = _by_size(run, survives, site, left[survives], (last - first)[survives])
     keys = np.concatenate([keys, np.full((int(site.max(initial=-1)) + 1 - len(keys), keys.shape[1]), NONE)])
     places = _Places(run, survives, site, len(keys), counts, first, last, number)
@@ -143,7 +145,7 @@ def _by_size(run: View, allocations: Ints, site: Ints, light: Mask, steps: Ints)
     """The place of each allocation, where those that light steps left have that of others of their size, if there are
     any: the place whose allocations live for most steps. An optimizer's state is apart."""
     site = site.copy()
-    kind = 2 * run.trace["allocations"]["bytes"][allocations] + (_last_roles(run)[allocations] == Role.OPTIMIZER_STATE)
+    kind = 2 * run.trace["allocations"]["bytes"][allocations] + _is_state(run, allocations)
     pairs, pair = np.unique(np.stack([kind[~light], site[~light]]), axis=1, return_inverse=True)
     lived = np.bincount(pair.reshape(-1), steps[~light], pairs.shape[1])
     most = {}
@@ -205,19 +207,6 @@ def swelling(run: View, leaks: Mask) -> Ints:
     return excess
 
 
-def _sites(trace: Trace, run: View, allocations: Ints) -> tuple[Ints, Ints]:
-    """Which place each allocation was born at, and each place's module, operator and line as numbers of text."""
-    where = run.born_in[allocations]
-    operator = operator_names(trace, run.nest, where)
-    kernel = trace["allocations"]["kernel"][allocations]
-    key = np.stack([
-        module_names(trace, run.nest, where), np.where(operator != NONE, operator, kernel),
-        trace["allocations"]["line"][allocations],
-    ], axis=1)
-    keys, site = np.unique(key, axis=0, return_inverse=True)
-    return site.reshape(-1), keys
-
-
 def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
     """Places of which the recorder looked at something that survives, and found all of it in reference cycles alone.
 
@@ -230,9 +219,10 @@ def _garbage(trace: Trace, allocations: Ints, site: Ints, sites: int) -> Mask:
     return looked & ~held if held.any() else np.full(sites, bool(looked.any()))
 
 
-def _last_roles(run: View) -> Ints:
-    every = np.arange(len(run.life.died), dtype=np.int64)
-    return run.roles.of(every, run.life.died - 1).astype(np.int64)
+def _is_state(run: View, allocations: Ints) -> Mask:
+    """Whether each was an optimizer's state at last."""
+    found: Mask = run.roles.of(allocations, run.life.died[allocations] - 1) == Role.OPTIMIZER_STATE
+    return found
 
 
 def _state(run: View, allocations: Ints, site: Ints, sites: int) -> Mask:
@@ -241,7 +231,7 @@ def _state(run: View, allocations: Ints, site: Ints, sites: int) -> Mask:
     whose = np.full(len(trace["allocations"]["bytes"]), NONE, dtype=np.int64)
     mine = claims["role"] == Role.OPTIMIZER_STATE
     whose[claims["allocation"][mine]] = claims["proof"][mine]
-    state = _last_roles(run)[allocations] == Role.OPTIMIZER_STATE
+    state = _is_state(run, allocations)
     pairs = np.unique(np.stack([site[state], whose[allocations[state]]]), axis=1)
     owners = np.bincount(pairs[0], minlength=sites)
     return (owners > 0) & (owners < GROWTH_BIRTHS)

@@ -50,12 +50,11 @@ class Removal:
         left = line.live - self._freed(chosen, start, during, keeping, part)
         best = int(left.argmax()) if len(left) else NONE
         highest = max(before, int(left[best]) if len(left) else 0)
-        steps = self.run.trace["steps"]["step"]
-        lasting = np.zeros(len(steps) + 1, dtype=np.int64)
-        if not during:
-            lasting = np.maximum(self._lasting(chosen, start) - keeping, 0)
-        of_step = self._freed(chosen & (life.born >= self._began), start, during, 0, part)
-        elsewhere = self._elsewhere(lasting, of_step)
+        elsewhere = 0
+        if self._others.any():
+            lasting = np.maximum(self._lasting(chosen & (not during), start) - keeping, 0)
+            elsewhere = self._elsewhere(
+                lasting, self._freed(chosen & (life.born >= self._began), start, during, 0, part))
         if elsewhere > highest:
             return elsewhere, NONE
         return highest, best if highest > before else NONE
@@ -94,8 +93,8 @@ class Removal:
             gone = np.flatnonzero(chosen)
             since = start[gone]
         else:
-            continues = self.at.trace["continues"]
-            gone = continues["row"][(chosen & (self.at.life.born == NONE))[continues["allocation"]]]
+            gone = self.at.rows_in_run[chosen & (self.at.life.born == NONE)]
+            gone = gone[gone != NONE]
             since = run.life.born[gone]
         begins = np.append(steps["start_event"], steps["end_event"][-1:] if len(steps["step"]) else 0)
         ends = np.append(steps["end_event"], event_count(run.trace))
@@ -110,19 +109,11 @@ class Removal:
         np.subtract.at(there, last, size)
         return np.cumsum(there[:-1])
 
-    def _elsewhere(self, lasting: Ints, freed: Ints) -> int:
-        """The highest peak of the steps that ``at`` has no events of.
-
-        A step of training does what others do: each of their phases is taken to fall by as much as the same phase of
-        the peak's step does by what is gone of its own. What has no backward is a step of its own kind.
-
-        Args:
-            lasting: bytes that would be gone all through each step, and after the last.
-            freed: bytes of what the peak's step made, that would be gone after each event of ``at``.
-        """
-        run, steps = self.run, self.run.trace["steps"]
-        peaks = run.phase_peaks
-        other = peaks.step != self.step
+    @cached_property
+    def _others(self) -> Mask:
+        """Of the peaks of the run's phases, those of steps that ``at`` has no events of."""
+        run, steps, peaks = self.run, self.run.trace["steps"], self.run.phase_peaks
+        other: Mask = peaks.step != self.step
         if self.at is run:
             folded = run.trace["phase_peaks"]["step"]
             after = not np.isin(folded, steps["step"]).all()
@@ -131,13 +122,30 @@ class Removal:
             other &= peaks.step != NONE  # it is the stretch after the last step
         if len(steps["step"]):  # what follows the last step, and never has more than that left, adds nothing
             other &= (peaks.step != NONE) | (peaks.bytes > steps["end_bytes"][-1])
+        return other
+
+    @cached_property
+    def _phases(self) -> dict[Phase, Mask]:
+        """Events of each phase of the peak's step."""
+        mine = at(self.at.span_steps, self.at.phases) == self.step
+        return {phase: mine & self.at.within(phase) for phase in Phase}
+
+    def _elsewhere(self, lasting: Ints, freed: Ints) -> int:
+        """The highest of the other peaks.
+
+        A step of training does what others do: each of their phases is taken to fall by as much as the same phase of
+        the peak's step does by what is gone of its own. What has no backward is a step of its own kind.
+
+        Args:
+            lasting: bytes that would be gone all through each step, and after the last.
+            freed: bytes of what the peak's step made, that would be gone after each event of ``at``.
+        """
+        steps, peaks = self.run.trace["steps"], self.run.phase_peaks
         left = peaks.bytes - lasting[np.where(
             peaks.step == NONE, len(steps["step"]), np.searchsorted(steps["step"], peaks.step))]
-        mine = at(self.at.span_steps, self.at.phases) == self.step
-        events = {phase: mine & self.at.within(phase) for phase in Phase}
-        if events[Phase.BACKWARD].any():
+        if self._phases[Phase.BACKWARD].any():
             live = self.at.line.live
-            for phase, here in events.items():
+            for phase, here in self._phases.items():
                 if here.any():
                     left[peaks.phase == phase] -= live[here].max() - (live - freed)[here].max()
-        return int(left[other].max(initial=0))
+        return int(left[self._others].max(initial=0))

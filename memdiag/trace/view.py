@@ -42,6 +42,16 @@ class View:
         return self if self._of is None else self._of
 
     @cached_property
+    def rows_in_run(self) -> Rows:
+        """For each allocation, its row among the run's own; NONE where it has none there."""
+        count = len(self.trace["allocations"]["bytes"])
+        if self._of is None:
+            return np.arange(count, dtype=np.int64)
+        rows, continues = np.full(count, NONE, dtype=np.int64), self.trace["continues"]
+        rows[continues["allocation"]] = continues["row"]
+        return rows
+
+    @cached_property
     def other_devices(self) -> list[str]:
         return [name for name in devices(self.trace) if name != self.device]
 

@@ -104,16 +104,15 @@ def _through_graph(holder: Holder | None) -> bool:
 
 
 def _evidence(found: Evidence, in_graphs: int, holder: Holder | None) -> list[str]:
-    where, left = found.growing.leak_sites[0], found.bytes_of(found.leaked)
+    first, left = found.growing.leak_sites[0], found.bytes_of(found.leaked)
+    where = first.line or first.operator
     evidence = [
         f"live memory at the end of a step grows by {format_bytes(round(found.leak_rate))} per step, until the last",
         f"{found.when} {format_bytes(left)} were left from earlier steps" if left else
         "how much of the peak earlier steps have left is not known",
-        f"the largest part is allocated at {where.line or where.operator or 'a place that is not known'}, "
-        f"{format_bytes(round(where.bytes_per_step))} per step",
+        f"the largest part is allocated at {where}, {format_bytes(round(first.bytes_per_step))} per step" if where else
+        "where it is allocated is not known of light steps: record some in full (`--steps`)",
     ]
-    if where.line is None and where.operator is None:
-        evidence[-1] = "where it is allocated is not known of light steps: record some in full (`--steps`)"
     if in_graphs:
         evidence.append(f"{format_bytes(in_graphs)} of it was saved for a backward: graphs are kept")
     if holder is not None:
