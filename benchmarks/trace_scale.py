@@ -48,9 +48,12 @@ def one_step() -> tuple[TraceBuilder, int]:
                 with run.module(f"blocks.{block}"):
                     alive, saves = [], []
                     for number in range(OPERATORS):
+                        # One of them as in attention, for rules that follow what is made from what.
+                        name = "aten::softmax" if number == 4 else "aten::linear"
                         part, line = f"blocks.{block}.part.{number}", f"/project/model.py:{number}"
                         with (run.module(part), run.module(f"{part}.a"), run.module(f"{part}.a.b"),
-                              run.operator("aten::linear", line=line) as operator):
+                              run.operator(name, line=line) as operator):
+                            run.read(weight, *alive[-1:])
                             out = run.allocate((number + 1) << 14, line=line)
                             run.free(run.allocate(1 << 12))
                             if number in (0, 4, 6):

@@ -168,6 +168,11 @@ class TraceBuilder:
 
     # ---- what was seen of the memory
 
+    def read(self, *allocations: int) -> None:
+        """The innermost open operator is given these."""
+        for allocation in allocations:
+            self._rows["reads"].append({"span": self._open[-1]["id"], "allocation": allocation})
+
     def save(self, allocation: int, *, shape: Sequence[int] = (1,), dtype: str = "float32", bytes: int | None = None,
              grad: bool = True, leaf: bool = False, line: str | None = None) -> int:
         """Autograd keeps a tensor, in the innermost open span. ``leaf``: the tensor has no history."""
