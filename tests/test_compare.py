@@ -157,6 +157,17 @@ class TestFair:
         # GIVEN a run whose steps are all equal, so that the first is the first to reach the peak
         assert compared(loop().build(), loop(peak_at=1).build()).comparable
 
+    def test_a_peak_after_the_last_step_is_warm(self) -> None:
+        # GIVEN a run that evaluates at its end, where it peaks
+        def evaluated(extra: int) -> TraceBuilder:
+            run = loop()
+            with run.unfinished_step(), run.phase(Phase.EVALUATION), run.operator("aten::zeros"):
+                run.free(run.allocate(64 * MIB + extra))
+            return run
+
+        assert compared(evaluated(0).build(), evaluated(MIB).build()).comparable
+        assert compared(evaluated(0).build(), loop().build()).comparable
+
     def test_only_a_warm_up(self) -> None:
         assert self.reason(loop(steps=1), loop(steps=3, peak_at=0)) == (
             "A has only its warm-up, B has steps after it: one is cold, the other warm")

@@ -70,6 +70,64 @@ class TestPersistent:
         assert finding.bytes >= 4 * (400 * 400 + 400) * 4
         assert "activation" not in kinds(found)
 
+    def test_an_optimizer_of_the_scripts_own_cannot_be_fused(self) -> None:
+        # GIVEN an optimizer that makes all updates before it applies the first, with two temporaries for each
+        class Sign(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                mine = self.param_groups[0]["params"]
+                updates = [(p.grad * 0.9).sign() for p in mine]
+                for p, update in zip(mine, updates, strict=True):
+                    p.sub_(update, alpha=1e-4)
+
+        def train(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+            model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+            optimizer = make(model)
+            for _ in range(3):
+                model(torch.randn(4, 512)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        own = diagnosis(lambda: train(lambda model: Sign(model.parameters(), {})))
+        torchs = diagnosis(lambda: train(lambda model: torch.optim.Adam(model.parameters(), foreach=False)))
+        # THEN it is advised what can be done about it, and torch's own is told as before
+        finding = of_kind(own, "optimizer_temporaries")
+        assert finding.bytes >= 4 * 512 * 512 * 4
+        (advice,) = finding.advice
+        assert "in place" in advice.text
+        assert "fused" not in advice.text
+        # Without the list at most the temporaries of one parameter are left.
+        assert advice.bytes is not None
+        assert advice.bytes >= 2 * 512 * 512 * 4
+        assert "in place" not in str(torchs.findings)
+
+    def test_gradients_that_were_asked_for_and_summed_up_are_there_twice(self) -> None:
+        # GIVEN a script that sums what `torch.autograd.grad` returns, hands the sum over and keeps the last
+        def train(keep: bool) -> None:
+            model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=False)
+            for _ in range(3):
+                sums = [torch.zeros_like(p) for p in model.parameters()]
+                for _ in range(2):
+                    gradients = torch.autograd.grad(model(torch.randn(4, 512)).sum(), list(model.parameters()))
+                    for total, gradient in zip(sums, gradients, strict=True):
+                        total += gradient
+                    if not keep:
+                        del gradients, gradient
+                for p, total in zip(model.parameters(), sums, strict=True):
+                    p.grad = total
+                scratch = torch.empty(2 << 20)  # the peak is here
+                del scratch, total, sums
+                optimizer.step()
+                optimizer.zero_grad()
+
+        parameters = 4 * (512 * 512 + 512) * 4
+        finding = of_kind(diagnosis(lambda: train(keep=True)), "gradient_buffers")
+        assert finding.bytes == 2 * parameters
+        assert finding.advice[0].bytes == parameters
+        assert f"{parameters / 2**20:.1f} MiB of it was returned by `torch.autograd.grad`" in finding.evidence[1]
+        assert "gradient_buffers" not in kinds(diagnosis(lambda: train(keep=False)))
+
     def test_the_history_of_lbfgs_is_named(self) -> None:
         def train(history: int) -> None:
             torch.manual_seed(0)

@@ -74,7 +74,7 @@ def test_a_training_run() -> None:
         ["forward", "344.0 KiB", "536.0 KiB", "536.0 KiB", "1"],
         ["backward", "384.0 KiB", "576.0 KiB", "576.0 KiB", "1"],
         ["optimizer", "424.0 KiB", "424.0 KiB", "424.0 KiB", "1"],
-        ["evaluation", "-", "352.0 KiB", "352.0 KiB", "-"],
+        ["evaluation", "-", "352.0 KiB", "352.0 KiB", "outside"],
     ]
     # AND what backward needs
     saved = section(text, "Largest tensors")
@@ -129,8 +129,8 @@ def test_a_light_peak_and_a_killed_process() -> None:
     assert "Peak: 1.00 GiB allocated" in text
     assert [cells(line) for line in section(text, "Peak")[1:]] == [
         ["when", "step 1 (light), forward"],
-        ["where", "not kept of a light step; record it in full with --steps"],
-        ["line", "not kept of a light step; record it in full with --steps"]]
+        ["where", "not kept of a light step; `--steps 1:2` records it in full"],
+        ["line", "not kept of a light step; `--steps 1:2` records it in full"]]
     assert "2 or more: 1 recorded in full, 1 in light" in text
     assert "the recording process was killed" in section(text, "Memory of")[-1]
 

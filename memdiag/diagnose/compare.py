@@ -29,7 +29,7 @@ class Side:
     Attributes:
         about: facts of the run.
         step, phase, place: of the peak; None where not known.
-        warm_up: no step after the warm-up comes near the peak.
+        warm_up: nothing after the warm-up comes near the peak.
         light: the step of the peak was recorded lightly.
         roles: bytes by role, which sum to the peak.
         places: bytes by place of birth, the same sum; None where the peak's events were not kept.
@@ -169,7 +169,9 @@ def _is_cold(view: View, peak: int) -> bool:
     phases = view.phase_peaks
     # What comes before the first step has ended belongs to it.
     warm_up = np.isin(phases.step, steps["step"][steps["warm_up"] != 0]) | (phases.step == 0)
-    highest = int(phases.bytes[~warm_up & (phases.step != NONE)].max(initial=0))
+    if _later_steps(view) == 0:
+        warm_up |= phases.step == NONE  # what comes after the last step is as cold as that
+    highest = int(phases.bytes[~warm_up].max(initial=0))
     return highest < (1 - COMPARED_SHARE) * peak
 
 

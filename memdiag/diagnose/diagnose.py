@@ -34,6 +34,7 @@ def diagnose(run: View) -> Diagnosis:
     host = host_growth(found)
     growth = found.growing.growth
     verdict = _verdict(found, findings, small)
+    findings.sort(key=lambda finding: finding.cls is not verdict.cls)  # what the verdict says is told first
     if isinstance(found, Failure):
         assert oom is not None
         verdict = _of_failure(verdict, found, oom, findings)

@@ -43,6 +43,7 @@ _DIFFERENCES = (
 
 _BROADCASTS = ("aten::broadcast_tensors",)
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+_ITEM = re.compile(r"\[[^\]]*\]$")  # of a container, in the name of what it holds
 _SHAPE = re.compile(r"\[([\d, ]*)\]")  # in the signature of an operator
 
 
@@ -310,11 +311,18 @@ class Evidence(Moment):
         return max(classes, key=lambda cls: self.bytes_of(chosen & self.of(cls)))
 
     def held_by(self, chosen: Mask) -> str:
-        """The variable that leads to the largest of them."""
+        """The variable that leads to the largest of them; the items of a container are one."""
         claims = self.at.trace["claims"]
         largest = int(np.where(chosen & self.alive, self.size, 0).argmax())
-        names = [self.at.trace.string(int(name)) for name in claims["name"][claims["allocation"] == largest]]
-        return next((f"`{name}`" for name in names if name), "variables of the script")
+        mine = {allocation: self.at.trace.string(name) for allocation, name in zip(
+            claims["allocation"].tolist(), claims["name"].tolist(), strict=True) if name != NONE and chosen[allocation]}
+        name = mine.get(largest)
+        if not name:
+            return "variables of the script"
+        items = _ITEM.sub("[*]", name)
+        others = any(allocation != largest and _ITEM.sub("[*]", other or "") == items
+                     for allocation, other in mine.items())
+        return f"`{items if others else name}`"
 
     def finding(
         self, cls: Class, kind: str, title: str, chosen: Mask, evidence: list[str], advice: list[Advice],

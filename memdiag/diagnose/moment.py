@@ -153,6 +153,15 @@ class Moment:
             since[alike[:-2]] = born[alike[2:]]
         return since
 
+    def origin(self, chosen: Mask) -> str:
+        """Where most of the bytes of ``chosen`` at the peak were born, as a piece of evidence."""
+        place = self.main_birth(chosen)
+        if self.at is not self.run and place == Place(None, None, None):
+            again = "" if self.step == NONE else f": record it in full (`--steps {self.step}:{self.step + 1}`)"
+            return f"what made them is not known of a step in light{again}"
+        where = " › ".join(part for part in (place.module, place.operator) if part) or "code outside modules"
+        return f"the largest part comes from {where}" + (f" at {place.line}" if place.line else "")
+
     def main_birth(self, chosen: Mask) -> Place:
         """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""
         trace = self.at.trace

@@ -85,8 +85,9 @@ def _peak(summary: Summary) -> list[str]:
     if not peak.allocated_bytes:
         return ["Peak", f"{INDENT}nothing was allocated on {summary.device}"]
     where = " › ".join(part for part in (peak.module, peak.operator) if part)
-    light = any(row.step == peak.step and row.recorded == "light" for row in summary.steps)
-    unknown = "not kept of a light step; record it in full with --steps" if light else "not known"
+    unknown = "not known"
+    if peak.step is not None and _is_light(summary, peak.step):
+        unknown = f"not kept of a light step; `--steps {peak.step}:{peak.step + 1}` records it in full"
     known = {
         "reserved": None if peak.reserved_bytes is None else f"{format_bytes(peak.reserved_bytes)} by the allocator",
         "when": ", ".join([_step_words(summary, peak.step), *([peak.phase] if peak.phase else [])]),
@@ -94,6 +95,12 @@ def _peak(summary: Summary) -> list[str]:
         "line": peak.line or unknown,
     }
     return [f"Peak: {format_bytes(peak.allocated_bytes)} allocated", *facts(known)]
+
+
+def _is_light(summary: Summary, step: int) -> bool:
+    """Whether a step was recorded in light; what comes after the last step goes on as that was."""
+    row = next((row for row in summary.steps if row.step == step), summary.steps[-1] if summary.steps else None)
+    return row is not None and row.step <= step and row.recorded == "light"
 
 
 def _step_words(summary: Summary, step: int | None) -> str:
@@ -142,7 +149,7 @@ def _highest(rows: list[PhasePeak]) -> tuple[str, str]:
     if not rows:
         return "-", "-"
     row = max(rows, key=lambda row: row.peak_bytes)
-    return format_bytes(row.peak_bytes), "-" if row.step is None else str(row.step)
+    return format_bytes(row.peak_bytes), "outside" if row.step is None else str(row.step)
 
 
 def _saved(summary: Summary) -> list[str]:

@@ -159,6 +159,12 @@ SAVED = "saved by autograd for backward"
 STATE = "in the state of optimizer {}"
 """Proof in a claim, with the number of the optimizer."""
 
+GRAD, ACCUMULATED = "the .grad of a parameter", "handed to AccumulateGrad"
+"""Proofs in a claim: of a parameter's own gradient."""
+
+RETURNED = "returned by torch.autograd.grad"
+"""Proof in a claim: of gradients that the script asked for."""
+
 COPIED = "a copy of gradients"
 """Proof in a claim: of what the script made by copying gradients, or by putting them together."""
 

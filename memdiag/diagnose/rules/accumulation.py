@@ -12,10 +12,9 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Finding, Ints, Mask, Severity
 from memdiag.policy import ACCUMULATION_STEPS
 from memdiag.trace import Kind, Phase, Role
-from memdiag.trace.model import USED, ZEROED
+from memdiag.trace.model import ACCUMULATED, GRAD, USED, ZEROED
 from memdiag.units import format_bytes
 
-_OF_PARAMETERS = ("handed to AccumulateGrad", "the .grad of a parameter")
 _OF_COLLECTIVES = "given to c10d::"
 
 
@@ -91,7 +90,7 @@ def _gradients(found: Evidence) -> Ints:
     trace, claims = found.run.trace, found.run.trace["claims"]
     proofs = [trace.string(int(proof)) or "" for proof in claims["proof"]]
     of_role = claims["role"] == Role.GRADIENTS
-    mine = of_role & np.array([proof in _OF_PARAMETERS for proof in proofs], dtype=bool)
+    mine = of_role & np.array([proof in (GRAD, ACCUMULATED) for proof in proofs], dtype=bool)
     buffers = of_role & np.array([proof.startswith(_OF_COLLECTIVES) for proof in proofs], dtype=bool)
     return np.setdiff1d(claims["allocation"][mine], claims["allocation"][buffers])
 

@@ -41,12 +41,7 @@ def activations(found: Evidence) -> Iterable[Finding]:
 
 
 def _plain(found: Evidence, chosen: Mask) -> Finding:
-    place = found.main_birth(chosen)
-    evidence = [
-        f"{format_bytes(found.bytes_of(chosen))} of activations {found.when}",
-        f"the largest part comes from {place.module or place.operator or 'code outside modules'}"
-        + (f" at {place.line}" if place.line else ""),
-    ]
+    evidence = [f"{format_bytes(found.bytes_of(chosen))} of activations {found.when}", found.origin(chosen)]
     anew = found.bytes_of(chosen & (found.role == Role.RECOMPUTED_ACTIVATIONS))
     if anew:
         evidence.append(f"{format_bytes(anew)} of it were made anew for a checkpoint")
@@ -60,7 +55,7 @@ def _plain(found: Evidence, chosen: Mask) -> Finding:
         if 2 * anew > found.bytes_of(chosen):
             advice = [replace(advice[0], text="checkpoint smaller parts, such as each block by itself")]
     elif found.leaking:
-        advice = [Advice("end the growth first: what it keeps comes back with the next steps", None)]
+        advice = [Advice("end the leak first: what is freed here, it takes again in later steps", None)]
     else:
         evidence.append(f"checkpointing is not the answer: it {reachable}")
         advice = [Advice("compute in chunks where it is made, or with an operator that keeps less", None)]
@@ -85,12 +80,9 @@ def _unused_graph(found: Evidence, chosen: Mask) -> Finding | None:
     if found.bytes_of(mine) < PATTERN_SHARE * found.bytes_of(chosen):
         return None
     since = found.saves.last_saved
-    place = found.main_birth(mine)
     return found.finding(
         Class.ACTIVATION, "evaluation_graph", "A graph is built that no backward uses", mine,
-        [f"{format_bytes(found.bytes_of(mine))} were saved for a backward, and let go without one",
-         f"the largest part by {place.module or place.operator or 'code'}"
-         + (f" at {place.line}" if place.line else "")],
+        [f"{format_bytes(found.bytes_of(mine))} were saved for a backward, and let go without one", found.origin(mine)],
         [Advice("run that forward under `torch.no_grad()`", found.saving(mine, since))], since=since)
 
 

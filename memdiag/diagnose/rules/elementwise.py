@@ -51,7 +51,4 @@ def _finding(
 ) -> Finding:
     """It belongs to the class that most of its bytes are of."""
     cls = found.main_class(chosen, Class.ACTIVATION, Class.WORKSPACE)
-    place = found.main_birth(chosen)
-    evidence.append("the largest part comes from " + (place.operator or place.module or "code")
-                    + (f" at {place.line}" if place.line else ""))
-    return found.finding(cls, kind, title, chosen, evidence, [advice])
+    return found.finding(cls, kind, title, chosen, [*evidence, found.origin(chosen)], [advice])

@@ -89,7 +89,9 @@ def _in_light(found: Evidence) -> Finding:
     of_full = Evidence(found.run, found.run, found.run.line.peak_event)
     if of_full.bytes_of(of_full.leaked):
         told = _leak(of_full)
-        kind, title, keep = told.kind, told.title, told.advice[0].text
+        kind, title = told.kind, told.title
+        if told.advice[0].text not in (_LET_GO, _DETACH):
+            keep = told.advice[0].text
     return found.finding(
         Class.LEAK, kind, title, chosen, _evidence(found, in_graphs, holder),
         [Advice(keep, found.saving(chosen) or None)], Severity.HIGH, holder)

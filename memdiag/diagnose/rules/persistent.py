@@ -10,7 +10,7 @@ from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Mask
 from memdiag.policy import FINDING_SHARE
 from memdiag.trace import Phase, Role
-from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS
+from memdiag.trace.model import ACCUMULATED, COMMUNICATION, COPIED, GRAD, MIRRORS, RETURNED
 from memdiag.units import format_bytes
 
 _HISTORY = (".old_dirs", ".old_stps")  # names in the state of torch.optim.LBFGS
@@ -37,8 +37,12 @@ def _state(found: Evidence, chosen: Mask, parameters: int) -> Finding:
          "parameters", "it is there in every step, whatever the batch: checkpointing cannot lower it"],
         [*_history(found, chosen), Advice(
             "an optimizer that keeps less: SGD without momentum keeps none and needs no temporaries, factored or "
-            "8-bit state keeps a part, sharding over ranks a share", found.saving(chosen | temporaries),
-            at_most=True)])
+            "8-bit state keeps a part" + _or_shards(found), found.saving(chosen | temporaries), at_most=True)])
+
+
+def _or_shards(found: Evidence) -> str:
+    """What several processes that train one model can do besides."""
+    return "; or sharding over the ranks" if (found.run.trace.about.get("world_size") or 1) > 1 else ""
 
 
 def _history(found: Evidence, chosen: Mask) -> list[Advice]:
@@ -72,14 +76,19 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
             [Advice("take fewer samples at a time; or only the norms of their gradients, and the clipped sum from a "
                     "second backward with weighted losses", found.saving(samples), at_most=True)])
     size = found.bytes_of(chosen)
+    own = _proved(found, GRAD, ACCUMULATED)
     buffers, communication = _buffers(found)
-    mirrors = found.bytes_of(chosen & buffers)
+    mirroring = buffers & ~own  # a sum that is handed to the parameter is its gradient
+    returned = _proved(found, RETURNED) & ~own & np.isin(found.size, np.unique(found.size[own & found.alive]))
+    mirrors, asked = found.bytes_of(chosen & mirroring), found.bytes_of(chosen & returned)
     arriving = found.bytes_of(chosen & (found.role != Role.GRADIENTS))
-    kind = "gradient_buffers" if 2 * mirrors > parameters else "gradients"
+    kind = "gradient_buffers" if 2 * (mirrors + asked) > parameters else "gradients"
     evidence = [f"{format_bytes(size)} of gradients for {format_bytes(parameters)} of parameters"]
     advice = []
     if mirrors:
         evidence.append(f"{format_bytes(mirrors)} of it mirrors the gradients in buffers of its own")
+    if asked:
+        evidence.append(f"{format_bytes(asked)} of it was returned by `torch.autograd.grad`, and `.grad` holds as much")
     if arriving:
         evidence.append(f"{format_bytes(arriving)} of it are new ones, to be added to those that are there")
     if kind == "gradient_buffers" and communication:
@@ -87,14 +96,16 @@ def _gradients(found: Evidence, chosen: Mask, parameters: int) -> Finding:
             "`gradient_as_bucket_view=True` in DistributedDataParallel: once its buffers are made anew, after the "
             "first step, the gradients are views of them", None))
     elif kind == "gradient_buffers":
-        advice.append(Advice("accumulate in `.grad` itself, and keep no second copy of it", None))
+        second = found.saving(chosen & (mirroring | returned))
+        advice.append(Advice("accumulate in `.grad` itself, and keep no second copy of it", second or None))
     idle = found.saving(
         (found.role == Role.GRADIENTS) & ~buffers, during=(Phase.FORWARD, Phase.EVALUATION, Phase.OTHER))
     if idle >= FINDING_SHARE * found.peak_bytes:
         evidence.append("those of the step before are there until the next backward")
         advice.append(Advice("`optimizer.zero_grad(set_to_none=True)` right after its step", idle))
     if not advice:
-        advice.append(Advice("sharding over ranks, or an optimizer that steps inside backward", None))
+        advice.append(Advice(
+            "an optimizer that steps inside backward, and lets go of each gradient there" + _or_shards(found), None))
     return found.finding(Class.GRADIENTS, kind, "Gradients hold much of the peak", chosen, evidence, advice)
 
 
@@ -114,12 +125,19 @@ def _unstepped(found: Evidence) -> Finding:
 
 def _buffers(found: Evidence) -> tuple[Mask, bool]:
     """What holds gradients a second time, and whether a collective works on any of it."""
-    trace, claims = found.at.trace, found.at.trace["claims"]
-    named = np.isin(claims["name"], trace.numbers(COMMUNICATION))
-    buffers = np.zeros(len(found.size), dtype=bool)
-    second = named | np.isin(claims["proof"], trace.numbers(MIRRORS, COPIED))
-    buffers[claims["allocation"][second]] = True
+    claims = found.at.trace["claims"]
+    named = np.isin(claims["name"], found.at.trace.numbers(COMMUNICATION))
+    buffers = _proved(found, MIRRORS, COPIED)
+    buffers[claims["allocation"][named]] = True
     return buffers, bool(named.any())
+
+
+def _proved(found: Evidence, *proofs: str) -> Mask:
+    """Allocations that claims with these proofs are of."""
+    claims = found.at.trace["claims"]
+    mine = np.zeros(len(found.size), dtype=bool)
+    mine[claims["allocation"][np.isin(claims["proof"], found.at.trace.numbers(*proofs))]] = True
+    return mine
 
 
 def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
@@ -135,7 +153,7 @@ def _parameters(found: Evidence, chosen: Mask, parameters: int) -> Finding:
     return found.finding(
         Class.PARAMETERS, "parameters", "The parameters themselves hold much of the peak", chosen,
         [f"{format_bytes(found.bytes_of(chosen))} of parameters and buffers, there whatever the batch"],
-        [Advice("a lower precision, sharding over ranks, or offloading", None)])
+        [Advice("a lower precision, or offloading" + _or_shards(found), None)])
 
 
 def _inputs(found: Evidence, chosen: Mask, parameters: int) -> Finding:

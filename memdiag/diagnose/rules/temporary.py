@@ -8,7 +8,8 @@ import numpy as np
 
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Class, Finding, Mask
-from memdiag.trace import Role
+from memdiag.trace import NONE, Role
+from memdiag.trace.places import at
 from memdiag.units import format_bytes
 
 
@@ -25,21 +26,21 @@ def temporary(found: Evidence) -> Iterable[Finding]:
     }
     kind = max(parts, key=lambda name: found.bytes_of(parts[name]))
     chosen = parts[kind]
-    place = found.main_birth(chosen)
-    where = " › ".join(part for part in (place.module, place.operator) if part)
     evidence = [
         f"{format_bytes(found.bytes_of(chosen))} of it are alive {found.when}, and gone soon after",
-        f"most of it comes from {where or 'code'}" + (f" at {place.line}" if place.line else ""),
+        found.origin(chosen),
         "nothing keeps it for a backward: checkpointing cannot lower it",
     ]
     title, advice = _WORDS[kind]
-    if kind == "optimizer_temporaries" and not _in_lists(found, chosen):
+    if kind == "optimizer_temporaries" and _by_hand(found, chosen):
+        advice = _IN_PLACE
+    elif kind == "optimizer_temporaries" and not _in_lists(found, chosen):
         advice = _ONE_BY_ONE
-    if kind == "scratch" and place.module is not None:
+    if kind == "scratch" and found.main_birth(chosen).module is not None:
         title, advice = _EVALUATION
     yield found.finding(
         Class.WORKSPACE, kind, title, chosen, evidence,
-        [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries")])
+        [Advice(advice, found.saving(chosen), at_most=kind != "optimizer_temporaries" or advice is _IN_PLACE)])
 
 
 def _gathered(found: Evidence) -> Finding:
@@ -55,6 +56,15 @@ def _gathered(found: Evidence) -> Finding:
                 found.saving(mine))])
 
 
+def _by_hand(found: Evidence, chosen: Mask) -> bool:
+    """Whether the script has written most of it itself: of other optimizers the line is that which calls their step."""
+    trace, nest = found.at.trace, found.at.nest
+    called = at(trace["spans"]["line"], nest.of(nest.phase, found.at.born_in))
+    line = trace["allocations"]["line"]
+    written = chosen & (called != NONE) & (line != NONE) & (line != called)
+    return 2 * found.bytes_of(written) > found.bytes_of(chosen)
+
+
 def _in_lists(found: Evidence, chosen: Mask) -> bool:
     """Whether operators over lists of tensors made most of it, which is what ``foreach`` chooses."""
     trace = found.at.trace
@@ -62,6 +72,7 @@ def _in_lists(found: Evidence, chosen: Mask) -> bool:
     return 2 * found.bytes_of(chosen & np.isin(found.operators, names)) > found.bytes_of(chosen)
 
 
+_IN_PLACE = "update one parameter after the other, and in place (`mul_`, `add_`, `lerp_`)"
 _ONE_BY_ONE = "`fused=True` where the optimizer has it: it needs no temporaries"
 _EVALUATION = (
     "A model's forward without gradients makes large temporaries", "smaller batches where gradients are off, or chunks")

@@ -27,7 +27,7 @@ from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
 from memdiag.record.patch import replaced, uncounted
 from memdiag.trace import Role
-from memdiag.trace.model import STATE, STEPPED
+from memdiag.trace.model import GRAD, RETURNED, STATE, STEPPED
 
 
 class _Known(NamedTuple):
@@ -144,7 +144,7 @@ class Loop:
     @plain
     def _claim_gradients(self, result: Any) -> None:
         returned = [
-            claim(gradient, Role.GRADIENTS, None, "returned by torch.autograd.grad") for gradient in tensors_in(result)]
+            claim(gradient, Role.GRADIENTS, None, RETURNED) for gradient in tensors_in(result)]
         if returned:
             self._marks.instant(m.CLAIM, [c for c in returned if c is not None])
         parameters = [p for reference in self._parameters.values() if (p := reference()) is not None]
@@ -153,7 +153,7 @@ class Loop:
     def _claim_grads(self, parameters: list[torch.Tensor]) -> None:
         pairs = [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
         claims = self._gradients.of([p for p, _ in pairs], [gradient for _, gradient in pairs], lambda: (
-            claim(gradient, Role.GRADIENTS, self._name_of(p), "the .grad of a parameter") for p, gradient in pairs))
+            claim(gradient, Role.GRADIENTS, self._name_of(p), GRAD) for p, gradient in pairs))
         self._marks.instant(m.CLAIM, claims)
 
     # --- optimizers ---------------------------------------------------------------------------------------------

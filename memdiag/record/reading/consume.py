@@ -197,7 +197,7 @@ class Consumer:
                         self._graph_of_backward = entry[3]
                         if entry[3]:
                             loop.graph_backward(entry[1], entry[2])
-                    loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns)
+                    loop.enter(ENTERS[kind], heap.next_event, event.start_time_ns, place.line)
                 elif kind == m.STEP_END:
                     entry[2].read = not entry[2].closes
                     if entry[2].closes:

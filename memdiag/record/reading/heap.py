@@ -11,7 +11,7 @@ from memdiag.record.facts import Claim
 from memdiag.record.reading.failures import UNKNOWN, Request
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Phase, Pool, Role
-from memdiag.trace.model import COMMUNICATION, COPIED, MIRRORS, REPLAYED, STEPPED, UNSEEN, USED, ZEROED
+from memdiag.trace.model import ACCUMULATED, COMMUNICATION, COPIED, MIRRORS, REPLAYED, STEPPED, UNSEEN, USED, ZEROED
 
 _MAX_MARKS = 1000  # of one recording: beyond it the text of the first ones says enough
 
@@ -398,7 +398,7 @@ class Heap:
         """A storage was handed to AccumulateGrad: it becomes a parameter's gradient, or is added to it."""
         live = self._at.get(address) if address else None
         if live is not None:
-            self.say(live, Role.GRADIENTS, None, "handed to AccumulateGrad")
+            self.say(live, Role.GRADIENTS, None, ACCUMULATED)
 
     def exchanges_gradients(self, addresses: tuple[int, ...], operator: str) -> None:
         """A collective runs inside backward: what it works on are gradients, in buckets of their own or flat."""

@@ -35,7 +35,8 @@ class LoopState:
         self._after_backward = False
         self._updating = False  # the script's own optimizer is at work
         self._grad = self._update_grad = True  # gradients were on in the last line, and in the update's
-        self._enclosing: list[Phase] = []
+        self._line = NONE  # that called what the phase is of
+        self._enclosing: list[tuple[Phase, int]] = []
         self.level = Level.FULL
         self._graph_backwards: deque[tuple[int, str | None]] = deque(maxlen=_MOST_GRAPH_BACKWARDS)
 
@@ -67,20 +68,22 @@ class LoopState:
             self._close_phase(event, ns)
             self.phase = phase
 
-    def enter(self, phase: Phase, event: int, ns: int) -> None:
-        """A backward call, an optimizer's step or its closure begins."""
+    def enter(self, phase: Phase, event: int, ns: int, line: int = NONE) -> None:
+        """A backward call, an optimizer's step or its closure begins; the line is that of the call."""
         self._updating = False
-        self._enclosing.append(self.phase)
+        self._enclosing.append((self.phase, self._line))
         self.set(phase, event, ns)
+        self._line = line
 
     def leave(self, event: int, ns: int) -> None:
         """It ends: outermost ones leave to ``other``, since what follows is neither forward nor the same again."""
         if not self._enclosing:
             return
-        ended, before = self.phase, self._enclosing.pop()
+        ended, (before, line) = self.phase, self._enclosing.pop()
         if ended is Phase.BACKWARD:
             self._after_backward = True
         self.set(before if self._enclosing else Phase.OTHER, event, ns)
+        self._line = line if self._enclosing else NONE
 
     def module(self, grad: bool, event: int, ns: int) -> None:
         """An outermost module call, outside backward and the optimizer."""
@@ -148,14 +151,15 @@ class LoopState:
         self._span_row(self._step_span, NONE, Kind.STEP, str(self.step), self._step_start, event, ns)
 
     def _close_phase(self, event: int, ns: int) -> None:
-        self._span_row(self.span, self._step_span, Kind.PHASE, self.phase.label, self._phase_start, event, ns)
-        self.span, self._phase_start = self._new(), (event, ns)
+        self._span_row(
+            self.span, self._step_span, Kind.PHASE, self.phase.label, self._phase_start, event, ns, self._line)
+        self.span, self._phase_start, self._line = self._new(), (event, ns), NONE
 
     def _span_row(self, span: int, parent: int, kind: Kind, name: str, start: tuple[int, int], event: int,
-                  ns: int) -> None:
+                  ns: int, line: int = NONE) -> None:
         if self.level is Level.LIGHT:
             return  # a row per phase and step is all that light recording keeps
         self._rows["spans"].append((
-            span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, NONE, NONE, NONE, NONE, 0,
+            span, parent, kind, self._rows.intern(name), start[0], event, start[1], ns, 0, line, NONE, NONE, NONE, 0,
             NONE,
         ))
