@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from recording import Seen, mark, record
 from torch import nn
 
-from memdiag.trace import Role
+from memdiag.trace import Kind, Role
 
 # Sizes of marks; far enough apart for a turn number to be added.
 DATA, INSIDE, BACK, BETWEEN, UPDATE, AFTER, EVALUATE = (1_000_003 + 10_000 * i for i in range(7))
@@ -95,6 +95,25 @@ def test_plain_loop() -> None:
     assert_marks(seen, UPDATE, each_step(3, "optimizer"))
     # A step closes with its optimizer: what follows is the next one's. The last is a stretch that is no step.
     assert_marks(seen, AFTER, [(1, "forward"), (2, "forward"), (3, "forward")])
+
+
+def test_no_phase_begins_with_what_makes_nothing() -> None:
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # its step begins a span of the profiler's, too
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.profiler.record_function("forward"):
+                loss = model(data()).sum()
+            loss.backward()
+            with torch.profiler.record_function("update"), torch.no_grad():
+                pass
+            optimizer.step()
+
+    trace = record(train).trace
+    spans = trace["spans"]
+    phases = [trace.text[name] for name in spans["name"][spans["kind"] == Kind.PHASE]]
+    assert phases == ["forward", "backward", "other", "optimizer", "other"] * 3 + ["forward"]
 
 
 def test_gradient_accumulation() -> None:

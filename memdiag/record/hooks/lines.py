@@ -102,7 +102,7 @@ class Lines(TorchFunctionMode):
         if frame.f_code is _HANDLE and frame.f_back is not None and frame.f_back.f_back is not None:
             # A torch function written in Python asked for overrides: the call is one frame further out.
             frame = frame.f_back.f_back
-        if not self._recording or self.quiet or func.__name__ == "__get__":
+        if not self._recording or self.quiet or func.__name__ in _NO_WORK:
             return _called_from(frame)(func, args, kwargs)
         entry = LINE, user_line(frame), torch.is_grad_enabled()
         call = [self._marks.range(entry), entry]
@@ -113,6 +113,10 @@ class Lines(TorchFunctionMode):
         finally:
             self._open.pop()[0].__exit__(None, None, None)
 
+
+# Attributes, and what says how the next functions run: nothing is made by these, and no phase begins with them.
+_NO_WORK = frozenset((
+    "__get__", "_set_grad_enabled", "_record_function_enter_new", "_record_function_exit._RecordFunction"))
 
 _HANDLE = handle_torch_function.__code__
 _TRAMPOLINE = (lambda func, args, kwargs: func(*args, **kwargs)).__code__
