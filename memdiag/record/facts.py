@@ -112,6 +112,7 @@ class ModuleCall:
         start_ns, end_ns: set for outermost calls, which light recording sees too.
         row: the consumer's row of the call, once it has begun.
         cut: the chunk ends and the call goes on.
+        arguments: addresses of the storages that it is given, where they are asked for.
     """
 
     path: str
@@ -124,6 +125,7 @@ class ModuleCall:
     end_ns: int = 0
     row: list[Any] | None = None
     cut: bool = False
+    arguments: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ CUT = 11  # (CUT,): the last thing in a chunk
 OUTPUTS = 12  # (…, time_ns, [address, …]): results of an outermost module that have a history
 RANDOM_SET = 13  # (…, time_ns): the random state was set inside backward
 WATCHED = 14  # (…, time_ns, watched): from here on, what autograd keeps is noted or, in light recording, is not
+AUTOCAST_END = 15  # (…, time_ns): autocast forgets the weights that it has cast
 
 Entry = tuple[Any, ...]
 _NOTHING = nullcontext()

@@ -13,6 +13,9 @@ from time import monotonic, time_ns
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import nn
+
 from memdiag import policy
 from memdiag.errors import MemdiagError
 from memdiag.record import inventory
@@ -29,13 +32,15 @@ from memdiag.record.hooks.threads import Threads
 from memdiag.record.keepers.containers import Containers
 from memdiag.record.keepers.holders import Ends, Holder, walk, walk_from
 from memdiag.record.keepers.survivors import FIRST_LOOK, Survivors
-from memdiag.record.marks import WATCHED, Marks
+from memdiag.record.marks import AUTOCAST_END, WATCHED, Marks
 from memdiag.record.options import Options
+from memdiag.record.patch import replaced
 from memdiag.record.process import machine
 from memdiag.record.process.signals import SignalsWait
 from memdiag.record.reading.consume import Consumer
 from memdiag.record.reading.heap import Live
 from memdiag.record.reading.rows import Rows
+from memdiag.record.second import second_forward
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
@@ -98,6 +103,9 @@ class Recorder:
         self._held: dict[int, tuple[str, str, str | None]] = {}  # the last row of an allocation that was looked at
         self._statements: set[str] = set()  # lines that the run file has from looks alone
         self._progress_shown = False
+        self._undo: Callable[[], None] | None = None
+        self._rehearsing = False
+        self._rehearsed = 0  # forwards of the step that a plan is made from
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class Recorder:
         self._others = OtherProfilers(self._make_way, lambda: self._loop.steps.closed)
         self._modules = Modules(
             self._marks, self._lines, self._active, lambda: self._loop.in_backward, self._forward_begins,
-            self._loop.owns, self._threads.elsewhere)
+            self._loop.owns, self._elsewhere)
         self._children = Children()
         self._gone: list[tuple[int, int, int]] = []
         self._take_inventory(now)
@@ -130,6 +138,8 @@ class Recorder:
         self._children.start()
         self._loop.start()
         self._modules.start()
+        if self._options.plan_step is not None:
+            self._undo = replaced(torch, "clear_autocast_cache", self._watch_autocast)
         self._begin_here()
         return self
 
@@ -216,6 +226,8 @@ class Recorder:
         self._loop.stop()
         self._others.stop()
         self._children.stop()
+        if self._undo is not None:
+            self._undo()
 
     def _finish(self) -> None:
         self._on = False
@@ -257,7 +269,11 @@ class Recorder:
     # --- the stream ---------------------------------------------------------------------------------------------
 
     def _active(self) -> bool:
-        return self._on and self._threads.is_recorded()
+        return self._on and not self._rehearsing and self._threads.is_recorded()
+
+    def _elsewhere(self, grad: bool) -> None:
+        if not self._rehearsing:
+            self._threads.elsewhere(grad)
 
     def _wanted_level(self) -> Level:
         steps, done = self._options.steps, self._loop.steps.closed
@@ -462,6 +478,8 @@ class Recorder:
         self._loop.forward_begins(grad)
         if self._saves.resting:
             self._watch_or_rest()  # the script's own hooks may have been in the way when the step began
+        planned = self._options.plan_step is not None and self._options.plan_step == self._loop.steps.closed
+        self._modules.rehearse = self._rehearse if planned else None
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
@@ -471,6 +489,30 @@ class Recorder:
             self._modules.suspend()
             self._cut(reopen=True, level=self._level, look=look)  # levels change where steps end
             self._modules.resume()
+
+    def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the forward that is about to begin once more, aside from the stream."""
+        if self._level is not Level.FULL or not self._may_cut():
+            return
+        self._cut(reopen=False, look=False, midway=True)
+        self._rehearsing = True
+        try:
+            made = second_forward(module, args, kwargs)
+        finally:
+            self._rehearsing = False
+            self._open(Level.FULL)
+        step, devices = self._loop.steps.closed, self._consumer.heap.devices
+        self._rows["second_forwards"].extend(
+            (step, self._rehearsed, devices.index(one.device), one.bytes, one.died) for one in made)
+        self._rehearsed += 1
+
+    def _watch_autocast(self, original: Callable[[], None]) -> Callable[[], None]:
+        def clear() -> None:
+            if self._active():
+                self._marks.instant(AUTOCAST_END)
+            original()
+
+        return clear
 
     def _transform_begins(self) -> None:
         """torch.func is at work: from here on, no shapes."""

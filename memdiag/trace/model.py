@@ -118,6 +118,11 @@ SCHEMA: dict[str, dict[str, str]] = {
         "bytes": "i8", "packed_event": "i8", "flags": "u1",
     },
     "save_ends": {"save": "i8", "unpacked_event": "i8", "released_event": "i8"},
+    # The storages that a module call was given, in the step that a plan is made from.
+    "arguments": {"span": "i8", "allocation": "i8"},
+    # The allocations, in their order, of a forward of that step that ran once more and kept no graph; `died` is how many
+    # of its allocations came before each went (NONE: it was there at the end; CACHED: so was autocast's copy). `forward` counts the step's forwards.
+    "second_forwards": {"step": "i8", "forward": "i4", "device": "i2", "bytes": "i8", "died": "i8"},
     # What an allocation was seen to be, from `event` on (NONE: from its birth), with the proof.
     "claims": {"allocation": "i8", "event": "i8", "role": "u1", "name": "i4", "proof": "i4"},
     "steps": {
@@ -185,6 +190,12 @@ BOUNDED_ITEM = "[* of {}]"
 
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""
+
+AUTOCAST_ENDED = "autocast ended"
+"""The kind of a mark: the weights that were cast for a block of autocast are let go."""
+
+CACHED = -2
+"""In ``second_forwards``: until its block of autocast ends."""
 
 REPLAYED = "replayed"
 """The kind of a mark that tells of state which a recomputation wrote to: a buffer's name."""

@@ -29,6 +29,8 @@ class Modules:
 
     Attributes:
         step_inputs: dtypes and shapes that went into the first outermost call of this step.
+        rehearse: called with each outermost module that is called with gradients, and its arguments, before it runs;
+            where it is set, the arguments of all calls are noted.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Modules:
         self._calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._claimed: dict[int, int] = {}
         self.step_inputs: str | None = None
+        self.rehearse: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def start(self) -> None:
         self._handles = [
@@ -109,10 +112,18 @@ class Modules:
         if outermost:
             self._outermost(grad)
             self._learn(module, args, frame)
+        arguments: tuple[int, ...] = ()
+        if self.rehearse is not None and not recompute:
+            kwargs = locals_of(frame).get("kwargs") or {}
+            if outermost and grad:
+                self.rehearse(module, args, kwargs)
+            arguments = _addresses((args, kwargs))
+            del kwargs
         number = self._calls.get(module, 0)
         self._calls[module] = number + 1
         call = ModuleCall(
-            self.names.of(module), number, grad, recompute, user_line(frame), outermost, time_ns() if outermost else 0)
+            self.names.of(module), number, grad, recompute, user_line(frame), outermost, time_ns() if outermost else 0,
+            arguments=arguments)
         mark = self._marks.range((MODULE, call))
         mark.__enter__()
         # Torch's own modules leave their fast path when an override is active.
@@ -188,6 +199,12 @@ def other_global_hooks() -> bool:
             torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
             torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         for hook in hooks.values())
+
+
+@plain
+def _addresses(things: Any) -> tuple[int, ...]:
+    found = [storage_of(tensor) for tensor in tensors_in(things)]
+    return tuple(storage[0] for storage in found if storage is not None)
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:

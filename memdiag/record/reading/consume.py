@@ -18,7 +18,7 @@ from memdiag.record.reading.heap import Birth, Heap
 from memdiag.record.reading.loopstate import ENTERS, LoopState
 from memdiag.record.reading.rows import Rows
 from memdiag.trace import NONE, Kind, Level, Role
-from memdiag.trace.model import GRAD_ON, OTHER_RANDOM, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
+from memdiag.trace.model import AUTOCAST_ENDED, GRAD_ON, OTHER_RANDOM, RECOMPUTE, SAVE_GRAD, SAVE_LEAF
 
 # What an event's name says it is.
 _MEMORY, _OOM, _MARK, _NODE, _ACCUMULATE, _OPERATOR, _CONTAINER = range(7)
@@ -182,6 +182,8 @@ class Consumer:
                     closed = place is root
                 elif kind == m.RANDOM_SET:
                     self._random_set_in = self._node
+                elif kind == m.AUTOCAST_END:
+                    self._rows["marks"].append((heap.next_event, self._rows.intern(AUTOCAST_ENDED), NONE, 0))
                 elif kind == m.CLAIM:
                     heap.claim(entry[2], loop.step)
                 elif kind == m.OUTPUTS:
@@ -327,6 +329,8 @@ class Consumer:
                 self._rows.intern(call.line), call.call, NONE, NONE,
                 GRAD_ON * call.grad | RECOMPUTE * call.recompute, NONE,
             ]
+            given = {live.id for address in call.arguments if (live := self.heap.find(address)) is not None}
+            self._rows["arguments"].extend((call.row[0], allocation) for allocation in sorted(given - {NONE}))
         row = call.row
         end_ns = event.end_time_ns
 

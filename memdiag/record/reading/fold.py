@@ -123,7 +123,7 @@ class Fold:
             if kind == m.BACKWARD_START and entry[3]:
                 loop.graph_backward(time, entry[2])
             loop.enter(ENTERS[kind], event, time)
-        elif kind != m.RANDOM_SET:  # of no use without operators
+        elif kind not in (m.RANDOM_SET, m.AUTOCAST_END):  # of no use without operators
             loop.leave(event, time)
         if loop.phase is not before:
             self._step.phases.append((len(self._step.events), loop.phase))

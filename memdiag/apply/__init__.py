@@ -1,0 +1,5 @@
+"""Puts a plan onto a live model."""
+
+from memdiag.apply.regions import checkpointed
+
+__all__ = ["checkpointed"]

@@ -1,0 +1,1 @@
+"""Where to checkpoint: what each boundary saves and costs."""
