@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from recording import GPT, Block, record
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from memdiag.record.process.tracebacks import clean
 
@@ -118,6 +119,33 @@ class TestResults:
             return [p.detach() for p in model.parameters()] + [torch.get_rng_state()]
 
         bare, recorded = both(run)
+        assert all(torch.equal(a, b) for a, b in zip(bare, recorded, strict=True))
+
+    def test_arguments_of_a_checkpoint_that_are_one_tensor_are_one_when_it_runs_again(self) -> None:
+        # GIVEN attention that goes another way where its key is its value, or its query too
+        def run() -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            x = torch.randn(2, 5, 16, requires_grad=True)  # a leaf
+            made, other = x * 2, x * 2  # equal, and two all the same
+            asked: list[tuple[bool, ...]] = []
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                asked.append((q is k, k is v))
+                return attention(q, k, v, need_weights=False)[0]
+
+            total = torch.zeros(())
+            for q, k, v in ((x, made, made), (made, made, made), (x, x, x), (made, other, other), (x, made, other),
+                            (x, x.detach(), x.detach())):
+                total = total + checkpoint(attend, q, k, v, use_reentrant=False).square().mean()
+            total.backward()
+            # THEN what is one tensor is one, and what is not is not, at first and when it runs again
+            assert sorted(asked[:6]) == sorted(asked[6:])
+            assert x.grad is not None
+            return [total.detach(), x.grad, *(p.grad for p in attention.parameters() if p.grad is not None)]
+
+        bare, recorded = both(run)
+        assert len(bare) == len(recorded) > 2
         assert all(torch.equal(a, b) for a, b in zip(bare, recorded, strict=True))
 
     def test_transforms_hooks_jit_and_vmap(self) -> None:

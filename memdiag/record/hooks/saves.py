@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -12,6 +13,8 @@ from time import time_ns
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import checkpoint
 
 from memdiag.record.facts import Saved, SaveTimes, device_name, storage_of
 from memdiag.record.frames import user_line
@@ -60,6 +63,7 @@ class Saves:
                 replaced(_autograd, "_saved_tensors_hooks_disable", self._watch_disable),
                 replaced(_autograd, "_saved_tensors_hooks_enable", self._watch_enable),
                 replaced(_autograd.SavedTensor, "register_hooks", _watch_register),
+                replaced(checkpoint._CheckpointFrame, "__init__", _watch_checkpoint),
             ]
             if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):  # torch before 2.7: we have to count
                 self._undo += [
@@ -269,6 +273,41 @@ def _watch_register(original: Callable[..., Any]) -> Callable[..., Any]:
             packed.users, packed.tensor = (unpack, pack(packed.tensor)), None
 
     return register_hooks
+
+
+def _watch_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(frame: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(frame, _as_one(recompute_fn), *args, **kwargs)
+
+    return begin
+
+
+def _as_one(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a checkpoint, for when it runs again.
+
+    Under hooks autograd makes a variable of its own of each tensor that it unpacks. Arguments that were one tensor, as
+    keys and values of attention are, must be one again: code that asks ``key is value`` would go another way.
+    """
+
+    @functools.wraps(forward)
+    def again(*args: Any) -> Any:
+        seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        return forward(*(_first(arg, seen) if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+    return again
+
+
+def _first(tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
+    """The first of the tensors that are the same variable."""
+    with _NO_OVERRIDES():
+        found = storage_of(tensor) if tensor.requires_grad else None
+        if found is None:
+            return tensor  # without a gradient autograd hands out the very tensor that was kept
+        first = seen.setdefault((found[0], tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
+        same = tensor.grad_fn is first.grad_fn and tensor.output_nr == first.output_nr
+        if tensor.is_leaf and first is not tensor:
+            same = get_gradient_edge(tensor) == get_gradient_edge(first)
+        return first if same else tensor
 
 
 def _changed_in_place(packed: Packed, tensor: torch.Tensor) -> str:

@@ -279,10 +279,12 @@ class Consumer:
             todo.append((lambda: heap.made_from(since, read, name in _COPIES, name in _GATHERS), None, NONE))
         if place.again and read and name[-1] == "_":
             heap.replayed(read[0])
-        if name.startswith("c10d::") and loop.in_backward:
+        if loop.in_backward and name.startswith("c10d::"):
             heap.exchanges_gradients(read, name)
-        inner = _Place(place.span, span, place.line, place.node)
-        todo.extend([(child, inner, name_id) for child in reversed(event.children)])
+        children = event.children
+        if children:
+            inner = _Place(place.span, span, place.line, place.node)
+            todo.extend([(child, inner, name_id) for child in reversed(children)])
 
     def _signature(self, inputs: list[Any]) -> tuple[int, tuple[int, ...]]:
         """Dtypes and shapes of the tensors that went in, as text; and the addresses of their storages."""

@@ -317,10 +317,11 @@ class Heap:
 
     def read(self, span: int, addresses: tuple[int, ...]) -> None:
         """An operator was given storages at these addresses."""
+        at, rows = self._at, self._rows["reads"]
         for address in addresses:
-            live = self._at.get(address)
+            live = at.get(address)
             if live is not None:
-                self._rows["reads"].append((span, live.id))
+                rows.append((span, live.id))
 
     def made_from(self, since_id: int, sources: tuple[int, ...], copy: bool, gathers: bool) -> None:
         """The script's own operator has ended: what it read, for the live allocations that it made.
