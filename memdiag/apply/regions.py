@@ -24,4 +24,4 @@ class Checkpointed:
 
 def checkpointed(module: nn.Module) -> None:
     """Makes a module's forward a checkpoint."""
-    module.forward = Checkpointed(module)  # type: ignore[method-assign]
+    module.forward = Checkpointed(module)

@@ -1,32 +1,29 @@
 """The peak of a step under a plan: its events once more, as they would come.
 
-Saved bytes are not subtracted: under a plan the peak moves. What a checkpointed region makes in forward goes when
-Python lets go of it; before backward comes to it, it is made anew, all of it in its order, and goes as backward uses
-it; what the region was given stays until backward is through with it.
+Saved bytes are not subtracted, for under a plan the peak moves. What a checkpointed region makes in forward goes when
+Python lets go of it. Before backward comes to the region all of it is made anew, in its order, until everything that
+was saved at first is there; each of these goes as backward has used it. What the region was given, and a copy of the
+random state, stay until backward is through with it.
+
+Time is told in slots: what is between events ``k - 1`` and ``k`` is in slot ``2 k``, event ``k`` itself in ``2 k + 1``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from memdiag.plan.step import Call, Ints, Mask, Step
 from memdiag.trace import NONE
 
-# A slot is a moment of the step: event k itself is slot 2k + 1; what is between two events is in the even slot there.
-
 
 @dataclass(frozen=True)
 class Region:
-    """Module calls that run one after the other, as one checkpoint."""
+    """Module calls that follow each other, as one checkpoint."""
 
     calls: tuple[Call, ...]
-
-    @property
-    def start(self) -> int:
-        return self.calls[0].start
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Peak:
 
     Attributes:
         bytes: live then.
-        event: of the recorded step; where a region runs again, the event before it.
+        event: of the recorded step; the last one before it, where that is inside a region that runs again.
         region: the region that runs again then; None where none does.
     """
 
@@ -44,152 +41,115 @@ class Peak:
     region: Region | None
 
 
-class Replay:
-    """Peaks of one step under plans.
+def peak_under(step: Step, plan: Sequence[Region]) -> Peak:
+    """The peak of a step under a plan.
 
     Args:
         step: as it was recorded, without these checkpoints.
-        random_state: bytes of the random state that each region keeps, on this device; and again while it runs anew.
+        plan: regions that do not overlap.
+    """
+    saves, changes = step.saves, _Changes()
+    inside = np.full(len(saves.span), NONE, dtype=np.int64)  # the region that saved it
+    for number, region in enumerate(plan):
+        for call in region.calls:
+            inside[(saves.span >= call.first) & (saves.span <= call.last)] = number
+    given_until: dict[int, int] = {}
+    for number, region in enumerate(plan):
+        mine = inside == number
+        asked = mine & (saves.unpacked != NONE)
+        if not asked.any():
+            continue  # nothing runs again
+        over = 2 * int(saves.released[mine].max())
+        for allocation in region.calls[0].arguments.tolist():
+            given_until[allocation] = max(given_until.get(allocation, 0), over)
+        changes.comes_and_goes(2 * region.calls[0].start, over, step.random_state)
+        _runs_again(changes, step, region, mine, 2 * int(saves.unpacked[asked].min()))
+    _goes_otherwise(changes, step, inside, given_until)
+    return changes.peak(step)
+
+
+def _goes_otherwise(changes: _Changes, step: Step, inside: Ints, given_until: dict[int, int]) -> None:
+    """What regions saved goes earlier, if nothing else saved it; what they were given stays longer."""
+    saves, known = step.saves, step.saves.allocation != NONE
+    in_region = np.unique(saves.allocation[known & (inside != NONE)])
+    elsewhere = np.full(len(step.size), NONE, dtype=np.int64)
+    others = known & (inside == NONE)
+    np.maximum.at(elsewhere, saves.allocation[others], 2 * saves.released[others])
+    dies = 2 * step.died + 1
+    goes = dies.copy()
+    freed = in_region[(step.let_go[in_region] != NONE) & (step.born[in_region] >= step.first)]
+    goes[freed] = np.maximum(2 * step.let_go[freed], elsewhere[freed])
+    given = np.fromiter(given_until, dtype=np.int64, count=len(given_until))
+    goes[given] = np.maximum(goes[given], np.fromiter(given_until.values(), dtype=np.int64, count=len(given)))
+    for allocation in np.flatnonzero((goes != dies) & (step.size > 0)).tolist():
+        changes.comes_and_goes(int(dies[allocation]), int(goes[allocation]), int(step.size[allocation]))
+
+
+def _runs_again(changes: _Changes, step: Step, region: Region, mine: Mask, slot: int) -> None:
+    """A region runs again in a slot, until it has saved all that it saved at first."""
+    saves = step.saves
+    start, stop = region.calls[0].start, int(saves.packed[mine].max())
+    known = np.flatnonzero(mine & (saves.allocation != NONE))
+    saved = saves.allocation[known]
+    used = np.full(len(step.size), NONE, dtype=np.int64)
+    np.maximum.at(used, saved, saves.used[known])
+    comes = np.full(len(step.size), NONE, dtype=np.int64)
+    made = (step.born >= start) & (step.born < stop) & (step.size > 0)
+    comes[made] = 2 * step.born[made] + 1
+    # Autocast begins anew: weights that it had cast for others before are cast again where they are saved first.
+    cast = known[step.cached[saved] & (step.born[saved] < start)][::-1]
+    comes[saves.allocation[cast]] = 2 * saves.packed[cast]
+    events = [(2 * start, step.random_state), (2 * stop, -step.random_state)]  # as it was before, to be set back
+    for allocation in np.flatnonzero(comes != NONE).tolist():
+        size = int(step.size[allocation])
+        events.append((int(comes[allocation]), size))
+        if used[allocation] != NONE:
+            changes.goes_after(2 * int(used[allocation]), size)
+            continue
+        let_go = int(step.let_go[allocation])
+        goes = 2 * int(step.died[allocation]) + 1 if let_go == NONE else 2 * let_go
+        events.append((min(goes, 2 * stop), -size))
+    changes.window(slot, [size for _, size in sorted(events, key=lambda event: event[0])], region)
+
+
+@dataclass
+class _Changes:
+    """What comes and goes at other times than it did: in which slot, in which order within the slot, how much.
+
+    Within a slot first comes what has nothing to do with regions that run again; then these, one after the other; then
+    what they have made for what follows in the same slot.
     """
 
-    def __init__(self, step: Step, random_state: int = 0) -> None:
-        self._step = step
-        self._random_state = random_state
+    _rows: list[tuple[int, int, int, int]] = field(default_factory=list)  # slot, order, bytes, region
+    _regions: list[Region] = field(default_factory=list)
+    _order: int = 0
 
-    def peak(self, plan: Sequence[Region]) -> Peak:
-        """The peak under a plan, whose regions do not overlap."""
-        step = self._step
-        inside = np.full(len(step.saved), NONE, dtype=np.int64)
-        for number, region in enumerate(plan):
-            for call in region.calls:
-                inside[(step.saver >= call.first) & (step.saver <= call.last)] = number
-        moments = _Moments(step)
-        ends: dict[int, int] = {}  # slots until which arguments stay
-        regions = []
-        for number, region in enumerate(plan):
-            mine = inside == number
-            used = mine & (step.unpacked != NONE)
-            if not used.any():
-                continue
-            again, gone = int(step.unpacked[used].min()), int(step.released[mine].max())
-            regions.append((region, mine, again))
-            for allocation in region.calls[0].arguments.tolist():
-                ends[allocation] = max(ends.get(allocation, 0), 2 * gone)
-            if self._random_state:
-                moments.add(2 * region.start, 2 * gone, self._random_state)
-        self._forward(moments, inside, ends)
-        for region, mine, again in regions:
-            self._again(moments, region, mine, again)
-        return moments.peak([region for region, _, _ in regions])
+    def comes_and_goes(self, comes: int, goes: int, size: int) -> None:
+        """Bytes that are there from one slot to another; where it goes before it comes, they are gone in between."""
+        self._rows.append((comes, 0, size, NONE))
+        self._rows.append((goes, 0, -size, NONE))
 
-    def _forward(self, moments: _Moments, inside: Ints, ends: dict[int, int]) -> None:
-        """What forward made, and what regions were given, goes at another time."""
-        step = self._step
-        regions = np.unique(step.saved[(inside != NONE) & (step.saved != NONE)])
-        changed = np.union1d(regions, np.fromiter(ends, dtype=np.int64, count=len(ends)))
-        changed = changed[(step.size[changed] > 0)]
-        in_region = np.zeros(len(step.size), dtype=bool)
-        in_region[regions] = True
-        outside = np.full(len(step.size), NONE, dtype=np.int64)
-        other = (inside == NONE) & (step.saved != NONE)
-        np.maximum.at(outside, step.saved[other], 2 * step.released[other])
-        for allocation in changed.tolist():
-            old = 2 * int(step.died[allocation]) + 1
-            new = old
-            if in_region[allocation] and step.let_go[allocation] != NONE and step.born[allocation] >= step.first:
-                new = max(int(step.let_go[allocation]), int(outside[allocation]))
-            new = max(new, ends.get(allocation, 0))
-            if new != old:
-                moments.move(allocation, old, new)
+    def goes_after(self, slot: int, size: int) -> None:
+        """Bytes that go, after all that runs again in the slot."""
+        self._rows.append((slot, 1 << 60, -size, NONE))
 
-    def _again(self, moments: _Moments, region: Region, mine: Mask, again: int) -> None:
-        """A region runs again, until it has saved all that it saved at first."""
-        step = self._step
-        start, stop = region.start, int(step.packed[mine].max())
-        rows = np.flatnonzero((step.born >= start) & (step.born < stop) & (step.size > 0))
-        released = np.full(len(step.size), NONE, dtype=np.int64)
-        np.maximum.at(released, step.saved[mine & (step.saved != NONE)],
-                      step.released[mine & (step.saved != NONE)])
-        window = moments.window(again)
-        over = 2 * stop  # what Python still has then goes when the region stops
-        events = [(2 * start, 0, self._random_state)] if self._random_state else []
-        for allocation in rows.tolist():
-            size, slot = int(step.size[allocation]), 2 * int(step.born[allocation]) + 1
-            events.append((slot, 1, size))
-            if released[allocation] != NONE:
-                window.goes_later(size, int(released[allocation]))
-                continue
-            gone = int(step.let_go[allocation])
-            if gone == NONE:
-                gone = 2 * int(step.died[allocation]) + 1
-            events.append((min(gone, over), 0, -size))
-        if self._random_state:
-            events.append((over, 0, -self._random_state))
-        window.runs(sorted(events, key=lambda event: (event[0], event[1])))
+    def window(self, slot: int, sizes: list[int], region: Region) -> None:
+        """Bytes that come, and that go where they are negative, one after the other."""
+        self._regions.append(region)
+        for size in sizes:
+            self._order += 1
+            self._rows.append((slot, self._order, size, len(self._regions) - 1))
 
-
-class _Moments:
-    """What changes, and when: slots, an order within a slot, and bytes."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._slots: list[int] = []
-        self._order: list[int] = []
-        self._bytes: list[int] = []
-        self._window: list[int] = []
-        self._windows = 0
-
-    def _change(self, slot: int, order: int, size: int, window: int = NONE) -> None:
-        self._slots.append(slot)
-        self._order.append(order)
-        self._bytes.append(size)
-        self._window.append(window)
-
-    def add(self, begin: int, end: int, size: int) -> None:
-        """Something that was not there."""
-        self._change(begin, 0, size)
-        self._change(end, 0, -size)
-
-    def move(self, allocation: int, old: int, new: int) -> None:
-        """An allocation goes at another time."""
-        size = int(self._step.size[allocation])
-        self._change(old, 0, size)
-        self._change(new, 0, -size)
-
-    def window(self, again: int) -> _Window:
-        self._windows += 1
-        return _Window(self, 2 * again, self._windows - 1)
-
-    def peak(self, regions: list[Region]) -> Peak:
-        step = self._step
-        live = np.concatenate([[step.before], step.live])
-        recorded = 2 * np.arange(step.first, step.last, dtype=np.int64) + 1
-        slot = np.concatenate([recorded, np.array(self._slots, dtype=np.int64)])
-        order = np.concatenate([np.zeros(len(recorded), dtype=np.int64), np.array(self._order, dtype=np.int64)])
-        change = np.concatenate([np.diff(live), np.array(self._bytes, dtype=np.int64)])
-        window = np.concatenate([np.full(len(recorded), NONE), np.array(self._window, dtype=np.int64)])
+    def peak(self, step: Step) -> Peak:
+        events = np.arange(step.first, step.last, dtype=np.int64)
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
+        nothing = np.zeros(len(events), dtype=np.int64)
+        slot = np.concatenate([2 * events + 1, rows[:, 0]])
+        order = np.concatenate([nothing, rows[:, 1]])
+        change = np.concatenate([np.diff(step.live, prepend=step.before), rows[:, 2]])
+        region = np.concatenate([nothing + NONE, rows[:, 3]])
         sequence = np.lexsort((order, slot))
-        total = step.before + np.cumsum(change[sequence])
-        highest = int(total.argmax())
-        at = int(sequence[highest])
-        number = int(window[at])
-        return Peak(int(total[highest]), int(slot[at] - 1) // 2, None if number == NONE else regions[number])
-
-
-class _Window:
-    """The stretch of backward in which a region runs again."""
-
-    def __init__(self, moments: _Moments, slot: int, number: int) -> None:
-        self._moments, self._slot, self._number = moments, slot, number
-        self._later: list[tuple[int, int]] = []
-
-    def goes_later(self, size: int, released: int) -> None:
-        self._later.append((size, released))
-
-    def runs(self, events: list[tuple[int, int, int]]) -> None:
-        for number, (_, _, size) in enumerate(events, 1):
-            self._moments._change(self._slot, number, size, self._number)
-        for size, released in self._later:
-            # What the first node lets go of in the same slot goes after the region has run.
-            order = len(events) + 1 if 2 * released == self._slot else 0
-            self._moments._change(2 * released, order, -size)
+        live = step.before + np.cumsum(change[sequence])
+        highest = sequence[int(live.argmax())]
+        number = int(region[highest])
+        return Peak(int(live.max()), int(slot[highest] - 1) // 2, None if number == NONE else self._regions[number])

@@ -1,4 +1,4 @@
-"""One step of a run, as a plan of checkpoints is made from it."""
+"""One step of a run, as plans of checkpoints are made from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memdiag.errors import MemdiagError
-from memdiag.trace import NONE, Kind
+from memdiag.trace import NONE, Kind, Trace
 from memdiag.trace.model import AUTOCAST_ENDED, CACHED, GRAD_ON, RECOMPUTE
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import at
@@ -23,14 +23,13 @@ class Call:
     """A module call of the step, with gradients on.
 
     Attributes:
-        row: of its span.
         path: of the module; ``number`` counts its calls in the run.
-        start, end: memory events before it, and when it is over.
-        first, last: ids of the spans that it encloses, itself included.
+        start, end: the memory events inside it are ``start`` to ``end - 1``.
+        first, last: ids of the spans inside it, its own included.
         arguments: allocations that it was given.
+        outermost: no other call encloses it.
     """
 
-    row: int
     path: str
     number: int
     start: int
@@ -38,107 +37,161 @@ class Call:
     first: int
     last: int
     arguments: Ints
+    outermost: bool
 
 
-class Step:
-    """The facts of one step in full recording.
+@dataclass(frozen=True)
+class Saves:
+    """What autograd saved in the step; arrays of equal length.
 
     Attributes:
-        first, last: its memory events are ``first`` to ``last - 1``.
-        size, born, died: of all allocations: bytes (0 where they are of another device), events of birth and death.
-        let_go: the slot in which Python lets go of each allocation (see :data:`SLOT`); NONE where that is not known,
-            or comes after the forward.
-        calls: of modules, in the order in which they began.
-        forwards: the outermost of them.
-
-    Raises:
-        MemdiagError: nothing of what a plan needs was recorded, or the forward is not the same when it runs again.
+        allocation: NONE where it was not seen to come.
+        span: of the operator that saved it.
+        packed, unpacked, released: memory events before each; ``unpacked`` is NONE where no backward asked for it.
+        used: the same until the node that unpacked it had run. A checkpoint makes a tensor anew for that alone; what
+            was saved in forward is released a little later, when the node's results have been made to fit.
     """
 
-    def __init__(self, run: View) -> None:
-        trace = self._trace = run.trace
-        second = trace["second_forwards"]
-        if not len(second["step"]):
-            raise MemdiagError("no step was recorded for a plan: `memdiag plan SCRIPT` records one")
-        self.number = int(second["step"][0])
-        row = np.flatnonzero(trace["steps"]["step"] == self.number)
-        if not len(row):
-            raise MemdiagError(f"step {self.number}, which a plan is made from, did not come to its end")
-        self.first, self.last = (int(trace["steps"][name][row[0]]) for name in ("start_event", "end_event"))
-        self.size: Ints = np.where(run.mine, trace["allocations"]["bytes"], 0)
-        self.born, self.died = run.life.born, run.life.died
-        self.live: Ints = run.line.live[self.first : self.last]
-        self.before = int(run.line.live[self.first - 1]) if self.first else run.line.start_bytes
-        self._saves()
-        self.calls = self._calls(run)
-        outermost = run.nest.outer_module
-        self.forwards = [call for call in self.calls if outermost[call.row] in (NONE, call.row)]
-        self.let_go = self._let_go()
+    allocation: Ints
+    span: Ints
+    packed: Ints
+    unpacked: Ints
+    released: Ints
+    used: Ints
 
-    def _saves(self) -> None:
-        trace = self._trace
-        saves, ends = trace["saves"], trace["save_ends"]
-        mine = (saves["packed_event"] >= self.first) & (saves["packed_event"] <= self.last)
-        unpacked, released = (np.full(int(saves["id"].max(initial=-1)) + 1, NONE, dtype=np.int64) for _ in range(2))
-        unpacked[ends["save"]], released[ends["save"]] = ends["unpacked_event"], ends["released_event"]
-        self.saved: Ints = saves["allocation"][mine]
-        self.saver: Ints = saves["span"][mine]
-        self.packed: Ints = saves["packed_event"][mine]
-        self.unpacked: Ints = unpacked[saves["id"][mine]]
-        self.released: Ints = released[saves["id"][mine]]
 
-    def _calls(self, run: View) -> list[Call]:
-        trace, spans = self._trace, self._trace["spans"]
-        last = _last_inside(spans["id"], spans["parent"])
-        within = (spans["start_event"] >= self.first) & (spans["end_event"] <= self.last)
-        wanted = (spans["kind"] == Kind.MODULE) & within & (spans["flags"] & GRAD_ON != 0)
-        wanted &= spans["flags"] & RECOMPUTE == 0
-        arguments = trace["arguments"]
-        order = np.argsort(arguments["span"], kind="stable")
-        of, given = arguments["span"][order], arguments["allocation"][order]
-        found = []
-        for row in np.flatnonzero(wanted).tolist():
-            span = int(spans["id"][row])
-            low, high = np.searchsorted(of, (span, span + 1))
-            found.append(Call(
-                row, trace.text[spans["name"][row]], int(spans["call"][row]), int(spans["start_event"][row]),
-                int(spans["end_event"][row]), span, int(last[row]), given[low:high]))
-        return sorted(found, key=lambda call: call.first)
+@dataclass(frozen=True)
+class Step:
+    """The facts of one step in full recording, on one device.
 
-    def _let_go(self) -> Ints:
-        trace = self._trace
-        second = trace["second_forwards"]
-        devices, marks = trace["allocations"]["device"], trace["marks"]
-        ended = np.sort(marks["event"][np.isin(marks["kind"], trace.numbers(AUTOCAST_ENDED))])
-        found = np.full(len(self.size), NONE, dtype=np.int64)
-        for number, call in enumerate(self.forwards):
-            mine = second["forward"] == number
-            rows = np.flatnonzero((self.born >= call.start) & (self.born < call.end))
-            rows = rows[np.argsort(self.born[rows])]
-            size = trace["allocations"]["bytes"][rows]
-            same = (
-                len(rows) == mine.sum() and np.array_equal(size, second["bytes"][mine])
-                and np.array_equal(devices[rows], second["device"][mine]))
-            if not same:
-                raise MemdiagError(
-                    f"`{call.path}` does not do the same when it runs again on the same inputs: no plan can be made")
-            died = second["died"][mine]
-            gone = died >= 0
-            found[rows[gone]] = 2 * self.born[rows[died[gone] - 1]] + 2
-            cached = rows[died == CACHED]
-            following = np.searchsorted(ended, self.born[cached], side="right")
-            known = following < len(ended)
-            found[cached[known]] = 2 * ended[following[known]]
-        return found
+    Attributes:
+        number: of the step.
+        first, last: its memory events are ``first`` to ``last - 1``.
+        before: bytes live before the first of them; ``live`` after each.
+        size, born, died: of all allocations of the run: bytes (0 on other devices), events of birth and death.
+        let_go: of allocations, the event before which Python lets go of it, if autograd does not keep it; NONE where
+            that is not known, and for what the forward leaves behind.
+        cached: allocations that autocast keeps until its block ends.
+        saves: what autograd kept.
+        calls: of modules, in the order in which they began.
+        random_state: bytes of this device that a copy of the random state takes.
+    """
+
+    number: int
+    first: int
+    last: int
+    before: int
+    live: Ints
+    size: Ints
+    born: Ints
+    died: Ints
+    let_go: Ints
+    cached: Mask
+    saves: Saves
+    calls: list[Call]
+    random_state: int
+
+
+def planned_step(run: View) -> Step:
+    """The step of a run that was recorded for plans.
+
+    Raises:
+        MemdiagError: there is none, it did not end, or its forward does not do the same when it runs again.
+    """
+    trace = run.trace
+    second = trace["second_forwards"]
+    if not len(second["step"]):
+        raise MemdiagError("no step of this run was recorded for plans")
+    number = int(second["step"][0])
+    row = np.flatnonzero(trace["steps"]["step"] == number)
+    if not len(row):
+        raise MemdiagError(f"step {number}, which was recorded for plans, did not come to its end")
+    first, last = (int(trace["steps"][name][row[0]]) for name in ("start_event", "end_event"))
+    calls = _calls(run, first, last)
+    let_go, cached = _let_go(run, [call for call in calls if call.outermost])
+    line = run.line
+    return Step(
+        number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
+        np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
+        _saves(trace, first, last), calls,
+        int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0)
+
+
+def _saves(trace: Trace, first: int, last: int) -> Saves:
+    saves, ends = trace["saves"], trace["save_ends"]
+    mine = (saves["packed_event"] >= first) & (saves["packed_event"] <= last)
+    unpacked, released = (np.full(int(saves["id"].max(initial=-1)) + 1, NONE, dtype=np.int64) for _ in range(2))
+    unpacked[ends["save"]], released[ends["save"]] = ends["unpacked_event"], ends["released_event"]
+    rows = saves["id"][mine]
+    # Where the step ends without it, it is there until then.
+    gone = np.where(released[rows] == NONE, last, released[rows])
+    return Saves(
+        saves["allocation"][mine], saves["span"][mine], saves["packed_event"][mine], unpacked[rows], gone,
+        _used(trace, gone))
+
+
+def _used(trace: Trace, released: Ints) -> Ints:
+    """When the node that lets go of something had run."""
+    nodes = trace["node_ends"]
+    order = np.argsort(nodes["event"], kind="stable")
+    ran = nodes["event"][order]
+    over = at(trace["spans"]["end_event"], span_rows(trace, nodes["span"]))[order]
+    last = np.searchsorted(ran, released) - 1  # of the nodes that had run by then
+    if not len(ran):
+        return released
+    return np.where((last >= 0) & (released <= over[last]), ran[last], released)
+
+
+def _calls(run: View, first: int, last: int) -> list[Call]:
+    trace, spans, nest = run.trace, run.trace["spans"], run.nest
+    wanted = (spans["kind"] == Kind.MODULE) & (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    wanted &= (spans["flags"] & GRAD_ON != 0) & (spans["flags"] & RECOMPUTE == 0)
+    inside = _last_inside(spans["id"], spans["parent"])
+    arguments = trace["arguments"]
+    order = np.argsort(arguments["span"], kind="stable")
+    of, given = arguments["span"][order], arguments["allocation"][order]
+    found = []
+    for row in np.flatnonzero(wanted).tolist():
+        span = int(spans["id"][row])
+        low, high = np.searchsorted(of, (span, span + 1))
+        found.append(Call(
+            trace.text[spans["name"][row]], int(spans["call"][row]), int(spans["start_event"][row]),
+            int(spans["end_event"][row]), span, int(inside[row]), given[low:high],
+            bool(nest.outer_module[row] in (NONE, row))))
+    return sorted(found, key=lambda call: call.first)
 
 
 def _last_inside(ids: Ints, parents: Ints) -> Ints:
-    """The last id inside each span: ids are given out where spans begin."""
-    order = np.argsort(ids)
+    """The last id inside each span; ids are given out in the order in which spans begin."""
     last = ids.copy()
-    position = {int(ids[row]): row for row in order.tolist()}
-    for row in order[::-1].tolist():
-        parent = position.get(int(parents[row]))
-        if parent is not None and last[row] > last[parent]:
-            last[parent] = last[row]
+    row_of = {span: row for row, span in enumerate(ids.tolist())}
+    for row in np.argsort(ids)[::-1].tolist():
+        parent = row_of.get(int(parents[row]))
+        if parent is not None:
+            last[parent] = max(last[parent], last[row])
     return last
+
+
+def _let_go(run: View, forwards: list[Call]) -> tuple[Ints, Mask]:
+    """When Python lets go of what forwards make, and what autocast keeps: told by forwards that ran once more."""
+    trace, born = run.trace, run.life.born
+    table, second, marks = trace["allocations"], trace["second_forwards"], trace["marks"]
+    let_go, cached = np.full(len(born), NONE, dtype=np.int64), np.zeros(len(born), dtype=bool)
+    ended = np.sort(marks["event"][np.isin(marks["kind"], trace.numbers(AUTOCAST_ENDED))])
+    for number, call in enumerate(forwards):
+        again = second["forward"] == number
+        rows = np.flatnonzero((born >= call.start) & (born < call.end))
+        rows = rows[np.argsort(born[rows])]
+        if any(len(rows) != again.sum() or (table[name][rows] != second[name][again]).any()
+               for name in ("bytes", "device")):
+            raise MemdiagError(
+                f"`{call.path}` does not do the same when it runs again on the same inputs: there is no plan for it")
+        died = second["died"][again]
+        known = died >= 0
+        let_go[rows[known]] = born[rows[died[known] - 1]] + 1
+        kept = rows[died == CACHED]
+        cached[kept] = True
+        following = np.searchsorted(ended, born[kept], side="right")
+        known = following < len(ended)
+        let_go[kept[known]] = ended[following[known]]
+    return let_go, cached

@@ -239,6 +239,8 @@ class Recorder:
             **machine.settings(), **self._ending, "steps": self._loop.steps.closed,
             "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
+        if self._options.plan_step is not None:
+            facts["random_state_bytes"] = torch.get_rng_state().nbytes
 
         def write() -> None:
             self._flush()
@@ -480,6 +482,7 @@ class Recorder:
             self._watch_or_rest()  # the script's own hooks may have been in the way when the step began
         planned = self._options.plan_step is not None and self._options.plan_step == self._loop.steps.closed
         self._modules.rehearse = self._rehearse if planned else None
+        self._consumer.planned = planned
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
@@ -498,6 +501,10 @@ class Recorder:
         self._rehearsing = True
         try:
             made = second_forward(module, args, kwargs)
+        except Exception as error:  # the script's own call comes next, and is none of this
+            self._say(f"what plans are made from: `{self._modules.names.of(module)}` cannot run a second time "
+                      f"({type(error).__name__}: {error})")
+            return
         finally:
             self._rehearsing = False
             self._open(Level.FULL)

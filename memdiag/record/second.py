@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import time_ns
@@ -18,10 +19,11 @@ from torch import nn
 
 from memdiag.record.facts import plain
 from memdiag.record.marks import Marks
-from memdiag.record.stream import Stream
+from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level
 from memdiag.trace.model import CACHED
 
+_cuda: Any = torch.cuda
 _GONE = "memdiag ran this forward a second time without keeping its graph: nothing can go backward through it"
 
 
@@ -40,8 +42,11 @@ class Made(NamedTuple):
 
 
 def second_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Made]:
-    """Runs a module again on the same inputs, and puts back what that has changed: buffers, attributes of modules,
-    random states.
+    """Runs a module again on the same inputs, and puts back what that has changed: buffers, attributes of modules and
+    the items of those that are containers, random states.
+
+    Known limitations: what lies deeper, in objects of other classes or in files, is not put back, nor are parameters
+    that a forward writes to.
 
     Args:
         args, kwargs: of the call that the script makes.
@@ -72,10 +77,10 @@ def _read(roots: list[Any], end: int, cached: int) -> list[Made]:
     found: list[Made] = []
     at: dict[tuple[str, int], int] = {}
     for event in sorted(roots, key=lambda event: event.start_time_ns):
-        fields = getattr(event, "extra_fields", None)
+        fields: Any = getattr(event, "extra_fields", None)
         size = getattr(fields, "alloc_size", None)
         if size is None:
-            continue
+            continue  # a request that failed
         place = str(fields.device), fields.ptr
         if size > 0:
             at[place] = len(found)
@@ -100,36 +105,39 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 @plain
 def _buffers(module: nn.Module) -> Callable[[], None]:
-    kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     @plain
     def back() -> None:
-        with torch.no_grad():
-            for buffer, version, value in kept:
-                if buffer._version != version:
-                    buffer.copy_(value)
+        for buffer, value in kept:
+            buffer.data.copy_(value)  # not a change in autograd's eyes: what it saved is what it was
 
     return back
 
 
 def _attributes(module: nn.Module) -> Callable[[], None]:
     kept = dict(module.__dict__)
-    inside = {name: dict(kept[name]) for name in ("_buffers", "_parameters", "_modules")}
+    # A counter may be a number, and a log a list: what such a one holds is put back too.
+    ordered = [(value, list(value)) for value in kept.values() if isinstance(value, (list, deque))]
+    other: list[tuple[Any, Any]] = [(value, dict(value)) for value in kept.values() if isinstance(value, dict)]
+    other += [(value, set(value)) for value in kept.values() if isinstance(value, set)]
 
     def back() -> None:
-        for name in set(module.__dict__) - set(kept):
-            del module.__dict__[name]
+        module.__dict__.clear()
         module.__dict__.update(kept)
-        for name, items in inside.items():
-            module.__dict__[name].clear()
-            module.__dict__[name].update(items)
+        for sequence, items in ordered:
+            sequence.clear()
+            sequence.extend(items)
+        for holder, contents in other:
+            holder.clear()
+            holder.update(contents)
 
     return back
 
 
 def _random_states() -> Callable[[], None]:
     cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if has_accelerator() and _cuda.is_initialized() else None
     python = random.getstate()
     numpy = sys.modules.get("numpy.random")
     of_numpy = None if numpy is None else numpy.get_state()

@@ -118,11 +118,15 @@ SCHEMA: dict[str, dict[str, str]] = {
         "bytes": "i8", "packed_event": "i8", "flags": "u1",
     },
     "save_ends": {"save": "i8", "unpacked_event": "i8", "released_event": "i8"},
-    # The storages that a module call was given, in the step that a plan is made from.
+    # Of the step that plans are made from: the storages that each module call was given.
     "arguments": {"span": "i8", "allocation": "i8"},
-    # The allocations, in their order, of a forward of that step that ran once more and kept no graph; `died` is how many
-    # of its allocations came before each went (NONE: it was there at the end; CACHED: so was autocast's copy). `forward` counts the step's forwards.
+    # Of that step's forwards, run once more without keeping a graph: their allocations in order. `forward` counts them,
+    # `died` is how many allocations of the forward came before each went (NONE: it was there at the end; CACHED:
+    # autocast kept it).
     "second_forwards": {"step": "i8", "forward": "i4", "device": "i2", "bytes": "i8", "died": "i8"},
+    # Of that step's nodes of backward: the event at which each had run. Its results are then made to fit (summed over
+    # what was broadcast), and last it lets go of what it saved; what a checkpoint had made for it is gone before.
+    "node_ends": {"span": "i8", "event": "i8"},
     # What an allocation was seen to be, from `event` on (NONE: from its birth), with the proof.
     "claims": {"allocation": "i8", "event": "i8", "role": "u1", "name": "i4", "proof": "i4"},
     "steps": {

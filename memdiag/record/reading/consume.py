@@ -71,6 +71,7 @@ class Consumer:
         self._node = 0  # outermost nodes of backward so far
         self._random_set_in = NONE  # the last of them in which the random state was set
         self.events_read = 0
+        self.planned = False  # what is read belongs to the step that a plan is made from
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
     def chunk(
@@ -356,6 +357,9 @@ class Consumer:
         children = event.children
         if code == _ACCUMULATE or name_id == place.node or code == _CONTAINER and place.operator != NONE:
             # A node makes two events, one inside the other; and some of torch's own operators a container.
+            if name_id == place.node and self.planned:
+                node = place.span
+                todo.append((lambda: self._rows["node_ends"].append((node, self.heap.next_event)), None, NONE))
             todo.extend([(child, place, kernel) for child in reversed(children)])
             return
         sequence = event.extra_fields.sequence_number

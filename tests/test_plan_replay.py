@@ -1,0 +1,206 @@
+"""The peak under a plan, as it is replayed and as it comes when the plan is put onto the model and run.
+
+The other side of each comparison is a recording of its own, of a model whose forwards really are checkpoints.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from planned import MODELS, PLANNED_STEP, random_plan, train
+from recording import Seen, record
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memdiag.errors import MemdiagError
+from memdiag.plan.replay import Region, peak_under
+from memdiag.plan.step import Call, Step, planned_step
+from memdiag.trace.view import View
+
+KINDS = [(name, autocast) for name in MODELS for autocast in (False, True)
+         if name != "lstm" or not autocast]  # oneDNN has none of that in half precision
+
+
+def peak_of(seen: Seen) -> int:
+    """The peak of the planned step, above what was there before the recording."""
+    steps, line = seen.trace["steps"], seen.line
+    (row,) = np.flatnonzero(steps["step"] == PLANNED_STEP)
+    return int(line.live[steps["start_event"][row]:steps["end_event"][row]].max()) - line.start_bytes
+
+
+@cache
+def recorded(name: str, autocast: bool) -> tuple[Step, int]:
+    """The step of a model's training, and what was there before the recording."""
+    seen = record(lambda: train(name, autocast=autocast), plan_step=PLANNED_STEP)
+    return planned_step(View(seen.trace)), seen.line.start_bytes
+
+
+def regions(step: Step, plan: list[str]) -> list[Region]:
+    return [Region((call,)) for call in step.calls if call.path in plan]
+
+
+def inside(step: Step) -> list[str]:
+    """Paths of all modules but the outermost."""
+    return sorted({call.path for call in step.calls} - {call.path for call in step.calls if call.outermost})
+
+
+class TestPeak:
+    @pytest.mark.parametrize(("name", "autocast"), KINDS)
+    def test_it_is_that_of_the_plan_really_applied(self, name: str, autocast: bool) -> None:
+        step, before = recorded(name, autocast)
+        # GIVEN no checkpoint, and some drawn at random
+        assert peak_under(step, []).bytes - before == peak_of(record(lambda: train(name, autocast=autocast)))
+        plan = random_plan(inside(step), seed=len(name) + autocast)
+        # THEN the peak is the one that comes, to the byte
+        assert peak_under(step, regions(step, plan)).bytes - before == peak_of(
+            record(lambda: train(name, plan, autocast=autocast)))
+
+    def test_one_checkpoint_around_everything(self) -> None:
+        step, before = recorded("gpt", False)
+        whole = [Region((call,)) for call in step.calls if call.outermost]
+        assert peak_under(step, whole).bytes - before == peak_of(record(lambda: train("gpt", [""])))
+
+    def test_a_region_that_saves_nothing_changes_nothing(self) -> None:
+        step, _ = recorded("resnet", False)
+        (call,) = (call for call in step.calls if call.path == "blocks.0.short")
+        assert peak_under(step, [Region((call,))]) == peak_under(step, [])
+
+    def test_modules_that_follow_each_other_in_one_checkpoint(self) -> None:
+        # GIVEN a chain of equal layers, of which the middle ones are one region
+        width = 64
+
+        class Together(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6))
+
+            def forward(self, x: torch.Tensor, run: bool) -> torch.Tensor:
+                def middle(x: torch.Tensor) -> torch.Tensor:
+                    for layer in self.layers[1:5]:
+                        x = layer(x)
+                    return x
+
+                x = self.layers[0](x)
+                x = checkpoint(middle, x, use_reentrant=False) if run else middle(x)
+                return self.layers[5](x)
+
+        def loop(run: bool) -> None:
+            model = Together()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = torch.randn(512, width)
+            for _ in range(PLANNED_STEP + 1):
+                model(x, run).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        seen = record(lambda: loop(False), plan_step=PLANNED_STEP)
+        step = planned_step(View(seen.trace))
+        calls = {call.path: call for call in step.calls}
+        peak = peak_under(step, [Region(tuple(calls[f"layers.{number}"] for number in range(1, 5)))])
+        assert peak.bytes - seen.line.start_bytes == peak_of(record(lambda: loop(True)))
+        # AND by hand: it saves nothing. All of it is there again when backward comes to it, and two copies of the random
+        # state besides: the one that it keeps, and the one that is set back.
+        assert peak.bytes == peak_under(step, []).bytes + 2 * torch.get_rng_state().nbytes
+
+
+class TestSecondForward:
+    """Running a forward once more leaves no trace."""
+
+    def test_training_goes_on_as_without_it(self) -> None:
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+                self.calls, self.log, self.last = 0, [0.0], deque([0], maxlen=3)
+                self.seen: dict[str, float] = {}
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                self.log.append(random.random())
+                self.last.append(self.calls)
+                self.seen[f"call {self.calls}"] = float(np.random.rand())
+                self.result = self.drop(self.norm(self.inside(x)))
+                return self.result
+
+        def run() -> list[object]:
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            model = Counting()
+            optimizer = torch.optim.Adam(model.parameters())
+            losses = []
+            for _ in range(4):
+                loss = model(torch.randn(16, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            return [losses, state, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(),
+                    model.calls, model.log, list(model.last), model.seen]
+
+        bare, found = run(), []
+        seen = record(lambda: found.append(run()), plan_step=PLANNED_STEP)
+        torch.testing.assert_close(found[0], bare, rtol=0, atol=0)
+        # AND the recording has it, and counts none of it as the run's
+        assert seen.trace.rows("second_forwards") > 0
+        assert seen.peak == record(run).peak
+
+    def test_a_forward_that_cannot_run_twice_is_said_and_harms_nothing(self) -> None:
+        class Once(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                again = torch.is_grad_enabled() and handles and handles.pop() == "last"
+                if again:
+                    raise ValueError("only once")
+                return super().forward(x)
+
+        handles: list[str] = []
+        model, losses = Once(4, 4), []
+
+        def loop() -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for number in range(PLANNED_STEP + 1):
+                handles[:] = ["last"] if number == PLANNED_STEP else []
+                losses.append(model(torch.ones(2, 4)).sum())
+                losses[-1].backward()
+                optimizer.step()
+
+        seen = record(loop, plan_step=PLANNED_STEP)
+        assert len(losses) == PLANNED_STEP + 1
+        assert any("cannot run a second time (ValueError: only once)" in text for text in seen.trace.about["not_seen"])
+        with pytest.raises(MemdiagError, match="no step of this run was recorded for plans"):
+            planned_step(View(seen.trace))
+
+    def test_a_forward_that_does_something_else_the_second_time_has_no_plan(self) -> None:
+        class Wider(nn.Linear):
+            times = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                Wider.times += 1
+                return super().forward(x.repeat(Wider.times, 1))
+
+        def loop() -> None:
+            model = Wider(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(PLANNED_STEP + 1):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+        seen = record(loop, plan_step=PLANNED_STEP)
+        with pytest.raises(MemdiagError, match="does not do the same when it runs again"):
+            planned_step(View(seen.trace))
+
+
+def test_calls_have_their_arguments() -> None:
+    step, _ = recorded("encoder-decoder", False)
+    calls: dict[str, Call] = {call.path: call for call in step.calls}
+    # Both blocks of the decoder are given what the encoder made.
+    shared = set(calls["decoder.0"].arguments.tolist()) & set(calls["decoder.1"].arguments.tolist())
+    assert len(shared) == 1
+    (memory,) = shared
+    assert calls["encoder.1"].start <= step.born[memory] < calls["encoder.1"].end
