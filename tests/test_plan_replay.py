@@ -103,8 +103,8 @@ class TestPeak:
         calls = {call.path: call for call in step.calls}
         peak = peak_under(step, [Region(tuple(calls[f"layers.{number}"] for number in range(1, 5)))])
         assert peak.bytes - seen.line.start_bytes == peak_of(record(lambda: loop(True)))
-        # AND by hand: it saves nothing. All of it is there again when backward comes to it, and two copies of the random
-        # state besides: the one that it keeps, and the one that is set back.
+        # AND by hand: it saves nothing. All of it is there again when backward comes to it, and two copies of the
+        # random state besides: the one that it keeps, and the one that is set back.
         assert peak.bytes == peak_under(step, []).bytes + 2 * torch.get_rng_state().nbytes
 
 
