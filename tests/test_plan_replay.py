@@ -40,6 +40,11 @@ def recorded(name: str, autocast: bool) -> tuple[Step, int]:
     return planned_step(View(seen.trace)), seen.line.start_bytes
 
 
+def applied_peak(name: str, plan: list[str], autocast: bool) -> int:
+    """The peak of a model that is trained with a plan."""
+    return peak_of(record(lambda: train(name, plan, autocast=autocast)))
+
+
 def regions(step: Step, plan: list[str]) -> list[Region]:
     return [Region((call,)) for call in step.calls if call.path in plan]
 
@@ -54,16 +59,15 @@ class TestPeak:
     def test_it_is_that_of_the_plan_really_applied(self, name: str, autocast: bool) -> None:
         step, before = recorded(name, autocast)
         # GIVEN no checkpoint, and some drawn at random
-        assert peak_under(step, []).bytes - before == peak_of(record(lambda: train(name, autocast=autocast)))
+        assert peak_under(step, []).bytes - before == applied_peak(name, [], autocast)
         plan = random_plan(inside(step), seed=len(name) + autocast)
         # THEN the peak is the one that comes, to the byte
-        assert peak_under(step, regions(step, plan)).bytes - before == peak_of(
-            record(lambda: train(name, plan, autocast=autocast)))
+        assert peak_under(step, regions(step, plan)).bytes - before == applied_peak(name, plan, autocast)
 
     def test_one_checkpoint_around_everything(self) -> None:
         step, before = recorded("gpt", False)
         whole = [Region((call,)) for call in step.calls if call.outermost]
-        assert peak_under(step, whole).bytes - before == peak_of(record(lambda: train("gpt", [""])))
+        assert peak_under(step, whole).bytes - before == applied_peak("gpt", [""], False)
 
     def test_a_region_that_saves_nothing_changes_nothing(self) -> None:
         step, _ = recorded("resnet", False)

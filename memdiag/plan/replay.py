@@ -48,6 +48,16 @@ def peak_under(step: Step, plan: Sequence[Region]) -> Peak:
         step: as it was recorded, without these checkpoints.
         plan: regions that do not overlap.
     """
+    return _changes(step, plan).peak(step)
+
+
+def excess_under(step: Step, plan: Sequence[Region], budget: int) -> int:
+    """By how much a step under a plan is above a budget: bytes, summed over all its moments."""
+    live, _, _ = _changes(step, plan).live(step)
+    return int(np.maximum(live - budget, 0).sum())
+
+
+def _changes(step: Step, plan: Sequence[Region]) -> _Changes:
     saves, changes = step.saves, _Changes()
     inside = np.full(len(saves.span), NONE, dtype=np.int64)  # the region that saved it
     for number, region in enumerate(plan):
@@ -65,7 +75,7 @@ def peak_under(step: Step, plan: Sequence[Region]) -> Peak:
         changes.comes_and_goes(2 * region.calls[0].start, over, step.random_state)
         _runs_again(changes, step, region, mine, 2 * int(saves.unpacked[asked].min()))
     _goes_otherwise(changes, step, inside, given_until)
-    return changes.peak(step)
+    return changes
 
 
 def _goes_otherwise(changes: _Changes, step: Step, inside: Ints, given_until: dict[int, int]) -> None:
@@ -141,6 +151,14 @@ class _Changes:
             self._rows.append((slot, self._order, size, len(self._regions) - 1))
 
     def peak(self, step: Step) -> Peak:
+        live, slot, region = self.live(step)
+        highest = int(live.argmax())
+        number = int(region[highest])
+        return Peak(
+            int(live[highest]), int(slot[highest] - 1) // 2, None if number == NONE else self._regions[number])
+
+    def live(self, step: Step) -> tuple[Ints, Ints, Ints]:
+        """Live bytes at each moment of the step, its slot, and the region that runs again then."""
         events = np.arange(step.first, step.last, dtype=np.int64)
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
         nothing = np.zeros(len(events), dtype=np.int64)
@@ -149,7 +167,4 @@ class _Changes:
         change = np.concatenate([np.diff(step.live, prepend=step.before), rows[:, 2]])
         region = np.concatenate([nothing + NONE, rows[:, 3]])
         sequence = np.lexsort((order, slot))
-        live = step.before + np.cumsum(change[sequence])
-        highest = sequence[int(live.argmax())]
-        number = int(region[highest])
-        return Peak(int(live.max()), int(slot[highest] - 1) // 2, None if number == NONE else self._regions[number])
+        return step.before + np.cumsum(change[sequence]), slot[sequence], region[sequence]

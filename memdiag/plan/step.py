@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memdiag.errors import MemdiagError
-from memdiag.trace import NONE, Kind, Trace
+from memdiag.trace import NONE, Kind, Phase, Trace
 from memdiag.trace.model import AUTOCAST_ENDED, CACHED, GRAD_ON, RECOMPUTE
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import at
@@ -25,6 +25,7 @@ class Call:
     Attributes:
         path: of the module; ``number`` counts its calls in the run.
         start, end: the memory events inside it are ``start`` to ``end - 1``.
+        start_ns: when it began.
         first, last: ids of the spans inside it, its own included.
         arguments: allocations that it was given.
         outermost: no other call encloses it.
@@ -34,6 +35,7 @@ class Call:
     number: int
     start: int
     end: int
+    start_ns: int
     first: int
     last: int
     arguments: Ints
@@ -47,6 +49,7 @@ class Saves:
     Attributes:
         allocation: NONE where it was not seen to come.
         span: of the operator that saved it.
+        time_ns: when it was saved: at the beginning or the end of the operator.
         packed, unpacked, released: memory events before each; ``unpacked`` is NONE where no backward asked for it.
         used: the same until the node that unpacked it had run. A checkpoint makes a tensor anew for that alone; what
             was saved in forward is released a little later, when the node's results have been made to fit.
@@ -54,6 +57,7 @@ class Saves:
 
     allocation: Ints
     span: Ints
+    time_ns: Ints
     packed: Ints
     unpacked: Ints
     released: Ints
@@ -74,6 +78,7 @@ class Step:
         cached: allocations that autocast keeps until its block ends.
         saves: what autograd kept.
         calls: of modules, in the order in which they began.
+        work_ns: time in its forwards, backwards and optimizers, as it was recorded.
         random_state: bytes of this device that a copy of the random state takes.
     """
 
@@ -89,6 +94,7 @@ class Step:
     cached: Mask
     saves: Saves
     calls: list[Call]
+    work_ns: int
     random_state: int
 
 
@@ -113,8 +119,19 @@ def planned_step(run: View) -> Step:
     return Step(
         number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
         np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
-        _saves(trace, first, last), calls,
+        _saves(trace, first, last), calls, _work(run, first, last),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0)
+
+
+def _work(run: View, first: int, last: int) -> int:
+    """Time in outermost modules, backwards and optimizers; that of memdiag's own work between them is not in it."""
+    spans, nest = run.trace["spans"], run.nest
+    inside = (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    rows = np.arange(len(spans["id"]))
+    outermost = (spans["kind"] == Kind.MODULE) & (nest.outer_module == rows) & (spans["flags"] & RECOMPUTE == 0)
+    names = run.trace.numbers(Phase.BACKWARD.label, Phase.OPTIMIZER.label)
+    outermost |= (spans["kind"] == Kind.PHASE) & np.isin(spans["name"], names)
+    return int((spans["end_ns"] - spans["start_ns"])[inside & outermost].sum())
 
 
 def _saves(trace: Trace, first: int, last: int) -> Saves:
@@ -125,9 +142,11 @@ def _saves(trace: Trace, first: int, last: int) -> Saves:
     rows = saves["id"][mine]
     # Where the step ends without it, it is there until then.
     gone = np.where(released[rows] == NONE, last, released[rows])
+    spans, savers, packed = trace["spans"], span_rows(trace, saves["span"][mine]), saves["packed_event"][mine]
+    begins = packed == at(spans["start_event"], savers)
+    time_ns = np.where(begins, at(spans["start_ns"], savers), at(spans["end_ns"], savers))
     return Saves(
-        saves["allocation"][mine], saves["span"][mine], saves["packed_event"][mine], unpacked[rows], gone,
-        _used(trace, gone))
+        saves["allocation"][mine], saves["span"][mine], time_ns, packed, unpacked[rows], gone, _used(trace, gone))
 
 
 def _used(trace: Trace, released: Ints) -> Ints:
@@ -156,7 +175,7 @@ def _calls(run: View, first: int, last: int) -> list[Call]:
         low, high = np.searchsorted(of, (span, span + 1))
         found.append(Call(
             trace.text[spans["name"][row]], int(spans["call"][row]), int(spans["start_event"][row]),
-            int(spans["end_event"][row]), span, int(inside[row]), given[low:high],
+            int(spans["end_event"][row]), int(spans["start_ns"][row]), span, int(inside[row]), given[low:high],
             bool(nest.outer_module[row] in (NONE, row))))
     return sorted(found, key=lambda call: call.first)
 
