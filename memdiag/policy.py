@@ -148,6 +148,10 @@ WALK_INDEX = 500_000
 WALK_NODES = 300_000
 """Nodes of autograd's graph that one walk visits: about half a second. A step of a large model has some thousands."""
 
+PLAN_LABELS = 2000
+"""Ways through a part of the model that a search for plans goes on with: of a thousand blocks it then takes seconds,
+and leaves out no way but those that are within a two-thousandth of another's time."""
+
 OOM_REMEDIES = 3
 """Remedies named for a request that failed: the best ones; what frees less than three others is not tried first."""
 

@@ -51,9 +51,15 @@ def peak_under(step: Step, plan: Sequence[Region]) -> Peak:
     return _changes(step, plan).peak(step)
 
 
+def live_under(step: Step, plan: Sequence[Region]) -> tuple[Ints, Ints, Ints]:
+    """Live bytes at each moment of a step under a plan; the slot of each, and the number of the region that runs again
+    then (NONE: none does)."""
+    return _changes(step, plan).live(step)
+
+
 def excess_under(step: Step, plan: Sequence[Region], budget: int) -> int:
     """By how much a step under a plan is above a budget: bytes, summed over all its moments."""
-    live, _, _ = _changes(step, plan).live(step)
+    live, _, _ = live_under(step, plan)
     return int(np.maximum(live - budget, 0).sum())
 
 
@@ -159,12 +165,10 @@ class _Changes:
 
     def live(self, step: Step) -> tuple[Ints, Ints, Ints]:
         """Live bytes at each moment of the step, its slot, and the region that runs again then."""
-        events = np.arange(step.first, step.last, dtype=np.int64)
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
-        nothing = np.zeros(len(events), dtype=np.int64)
-        slot = np.concatenate([2 * events + 1, rows[:, 0]])
-        order = np.concatenate([nothing, rows[:, 1]])
-        change = np.concatenate([np.diff(step.live, prepend=step.before), rows[:, 2]])
-        region = np.concatenate([nothing + NONE, rows[:, 3]])
-        sequence = np.lexsort((order, slot))
-        return step.before + np.cumsum(change[sequence]), slot[sequence], region[sequence]
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        recorded = 2 * np.arange(step.first, step.last, dtype=np.int64) + 1
+        after = np.searchsorted(recorded, rows[:, 0], side="right")
+        change = np.insert(np.diff(step.live, prepend=step.before), after, rows[:, 2])
+        region = np.insert(np.full(len(recorded), NONE, dtype=np.int64), after, rows[:, 3])
+        return step.before + np.cumsum(change), np.insert(recorded, after, rows[:, 0]), region

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Peak, Region, excess_under, peak_under
 from memdiag.plan.step import Step
+
+_AIMS = 4  # times that the chain's aim is lowered, by what regions share
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Search:
         self._step, self._among = step, among
         self._meets = [{j for j, b in enumerate(among) if i != j and a.overlaps(b)} for i, a in enumerate(among)]
         self._peaks: dict[frozenset[int], Peak] = {}
+        self._chain = Chain(step, among)
 
     def plan(self, chosen: Iterable[Candidate]) -> Plan:
         """A plan of one's own."""
@@ -44,8 +48,22 @@ class Search:
         by most for its time; in its place goes what it meets. Then whatever is not needed is left out, the dearest
         first, and each is exchanged for a cheaper one as long as that fits.
         """
-        chosen = self._grown(budget)
-        return None if chosen is None else self._plan(self._improved(self._pruned(chosen, budget), budget))
+        found = [self._improved(self._pruned(chosen, budget), budget)
+                 for chosen in (self._led(budget), self._grown(budget)) if chosen is not None]
+        return self._plan(min(found, key=self._ns)) if found else None
+
+    def _led(self, budget: int) -> frozenset[int] | None:
+        """The cheapest of regions that run one after the other."""
+        aim = budget
+        for _ in range(_AIMS):
+            numbers = self._chain.within(aim)
+            if numbers is None:
+                return None
+            over = self._peak(frozenset(numbers)).bytes - budget
+            if over <= 0:
+                return frozenset(numbers)
+            aim -= over
+        return None
 
     def _grown(self, budget: int) -> frozenset[int] | None:
         chosen: frozenset[int] = frozenset()

@@ -1,0 +1,115 @@
+"""Plans that are looked for: they fit, and cost no more than the best of all plans, which are tried one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan_replay import applied_peak, recorded
+
+from memdiag.plan.chain import Chain
+from memdiag.plan.regions import Candidate, candidates
+from memdiag.plan.replay import peak_under
+from memdiag.plan.search import Search
+
+PARTS = {  # of each model, what may be a checkpoint in these tests: few enough for all plans to be tried
+    "gpt": [f"blocks.{number}{part}" for number in (0, 2, 5) for part in ("", ".attention", ".mlp")],
+    "unet": ["down.0", "down.1", "down.2", "middle", "up.0", "up.1", "up.2", "up.0.conv2"],
+    "lstm": ["embed", "layers.0", "layers.1", "layers.2", "head"],
+    "shared": ["embed", "block", "block.attention", "block.mlp", "head"],
+    "mixture": [f"experts.{layer}.{expert}" for layer in range(2) for expert in range(3)],
+}
+
+
+def among(name: str) -> list[Candidate]:
+    step, _ = recorded(name, False)
+    return [one for one in candidates(step) if one.path in PARTS[name]]
+
+
+def all_plans(choice: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    for number in range(len(choice) + 1):
+        for plan in combinations(choice, number):
+            if not any(a.overlaps(b) for a, b in combinations(plan, 2)):
+                yield plan
+
+
+def spent(plan: Sequence[Candidate]) -> int:
+    return sum(one.again_ns for one in plan)
+
+
+class TestWithin:
+    @pytest.mark.parametrize("name", PARTS)
+    @given(data=st.data())
+    @settings(max_examples=15, deadline=None)
+    def test_it_fits_and_no_plan_is_cheaper(self, name: str, data: st.DataObject) -> None:
+        # GIVEN a recorded step, any times for its parts, and any budget
+        step, _ = recorded(name, False)
+        choice = [replace(one, again_ns=data.draw(st.integers(1, 1000), label=one.path)) for one in among(name)]
+        plans = [(peak_under(step, [region for one in plan for region in one.regions]).bytes, spent(plan))
+                 for plan in all_plans(choice)]
+        lowest, highest = min(peak for peak, _ in plans), max(peak for peak, _ in plans)
+        budget = data.draw(st.integers(lowest - 1, highest), label="budget")
+        fitting = [cost for peak, cost in plans if peak <= budget]
+        # WHEN a plan is looked for
+        found = Search(step, choice).within(budget)
+        # THEN there is one where any fits, it fits, and costs as little as any
+        assert (found is not None) == bool(fitting)
+        if found is not None:
+            assert found.peak.bytes <= budget
+            assert found.again_ns == spent(found.chosen) <= 1.01 * min(fitting)
+
+    @pytest.mark.parametrize("name", PARTS)
+    def test_the_peak_is_that_of_the_plan_really_applied(self, name: str) -> None:
+        step, before = recorded(name, False)
+        search = Search(step, candidates(step))
+        bare = search.plan([]).peak.bytes
+        found = search.within(bare - (bare - before) // 5)
+        assert found is not None
+        assert applied_peak(name, [one.path for one in found.chosen], False) == found.peak.bytes - before
+
+    def test_nothing_is_needed_where_the_step_fits(self) -> None:
+        step, _ = recorded("gpt", False)
+        search = Search(step, among("gpt"))
+        found = search.within(search.plan([]).peak.bytes)
+        assert found is not None
+        assert found.chosen == ()
+
+    def test_less_than_what_is_there_all_the_time_fits_nothing(self) -> None:
+        step, _ = recorded("gpt", False)
+        assert Search(step, candidates(step)).within(step.before - 1) is None
+
+
+class TestChain:
+    def test_regions_that_run_several_times_are_none_of_its(self) -> None:
+        step, _ = recorded("shared", False)
+        choice = among("shared")
+        chain = Chain(step, choice)
+        bare = peak_under(step, []).bytes
+        assert chain.within(bare) == []
+        used = {number for budget in range(chain.floor, bare, (bare - chain.floor) // 20)
+                for number in chain.within(budget) or []}
+        assert {choice[number].path for number in used} <= {"embed", "head"}
+
+
+class TestCandidates:
+    def test_of_modules_that_save_the_same_one_stands_for_all(self) -> None:
+        step, _ = recorded("gpt", False)
+        paths = [one.path for one in candidates(step)]
+        # The head is one linear layer; the outermost module is no candidate.
+        assert "head" in paths
+        assert "GPT" not in paths
+        assert all(path in paths for path in PARTS["gpt"])
+
+    def test_what_saves_nothing_is_none(self) -> None:
+        step, _ = recorded("resnet", False)
+        assert "blocks.0.short" not in [one.path for one in candidates(step)]  # nn.Identity
+
+    def test_a_module_that_is_called_again_and_again_runs_again_as_often(self) -> None:
+        step, _ = recorded("shared", False)
+        (block,) = (one for one in candidates(step) if one.path == "block")
+        assert len(block.regions) == 4
+        assert 0 < block.again_ns < step.work_ns
