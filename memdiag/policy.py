@@ -152,6 +152,20 @@ PLAN_LABELS = 2000
 """Ways through a part of the model that a search for plans goes on with: of a thousand blocks it then takes seconds,
 and leaves out no way but those that are within a two-thousandth of another's time."""
 
+PLAN_AIMS = 4
+"""Times that the aim of a search is lowered by what regions share: what is too much after a few is not due to that."""
+
+PLAN_MOMENTS = 4_000_000
+"""Moments that are replayed for one plan that is looked for: a few seconds on a processor of today, and all that there
+is to try in steps of some thousand moments."""
+
+PLAN_POINTS = 12
+"""Plans between none and the smallest in a report: as many as fit a table, and a twelfth of the way is about what one
+block of twelve does."""
+
+PLAN_STEP = 0.001
+"""Share of the peak to which the smallest one is looked for: a tenth of what the noise of a batch's size is."""
+
 OOM_REMEDIES = 3
 """Remedies named for a request that failed: the best ones; what frees less than three others is not tried first."""
 

@@ -1,16 +1,15 @@
-"""Plans that fit a budget, and cost little: chosen by replaying them."""
+"""Plans that fit a budget, and cost little: led by the chain, judged by the replay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Peak, Region, excess_under, peak_under
 from memdiag.plan.step import Step
-
-_AIMS = 4  # times that the chain's aim is lowered, by what regions share
+from memdiag.policy import PLAN_AIMS, PLAN_MOMENTS, PLAN_POINTS, PLAN_STEP
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Search:
         self._meets = [{j for j, b in enumerate(among) if i != j and a.overlaps(b)} for i, a in enumerate(among)]
         self._peaks: dict[frozenset[int], Peak] = {}
         self._chain = Chain(step, among)
+        self._replays = 0  # that may still be made for what is looked for now
 
     def plan(self, chosen: Iterable[Candidate]) -> Plan:
         """A plan of one's own."""
@@ -44,25 +44,55 @@ class Search:
     def within(self, budget: int) -> Plan | None:
         """A cheap plan whose peak is at most the budget, in bytes; None where none was found.
 
-        One candidate after the other is taken: the one that lowers what is above the budget, summed over all moments,
-        by most for its time; in its place goes what it meets. Then whatever is not needed is left out, the dearest
-        first, and each is exchanged for a cheaper one as long as that fits.
+        The chain knows the cheapest of what runs once, as far as regions share nothing. A second plan is grown: one
+        candidate after the other, each time the one that lowers what is above the budget, summed over all moments, by
+        most for its time, in the place of what it meets. In both, what is not needed is left out, the dearest first,
+        and candidates are exchanged for cheaper ones as long as that fits; the cheaper plan is it. Of very long steps
+        only so much is tried.
         """
-        found = [self._improved(self._pruned(chosen, budget), budget)
-                 for chosen in (self._led(budget), self._grown(budget)) if chosen is not None]
+        found = [self._improved(self._pruned(chosen, budget), budget) for chosen in self._fitting(budget)]
         return self._plan(min(found, key=self._ns)) if found else None
+
+    def smallest(self) -> Plan:
+        """The plan with the lowest peak that is found, and of these the cheapest."""
+        bare = lowest = self.plan([]).peak.bytes
+        low = 0  # nothing was found within it
+        while lowest - low > PLAN_STEP * bare:
+            budget = (low + lowest) // 2
+            chosen = next(self._fitting(budget), None)
+            low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
+        return self.within(lowest) or self.plan([])
+
+    def frontier(self, smallest: Plan) -> list[Plan]:
+        """From no checkpoint at all to the smallest peak: plans of which none is lower and cheaper than another."""
+        bare = self.plan([])
+        found = [bare]
+        for number in range(1, PLAN_POINTS):
+            budget = bare.peak.bytes - (bare.peak.bytes - smallest.peak.bytes) * number // PLAN_POINTS
+            if budget < found[-1].peak.bytes:
+                plan = self.within(budget)
+                found += [] if plan is None else [plan]
+        return list(_undominated([*found, smallest]))
+
+    def _fitting(self, budget: int) -> Iterator[frozenset[int]]:
+        """Choices that fit, cheap ones, each found in its own way."""
+        self._replays = max(PLAN_MOMENTS // max(len(self._step.live), 1), 1)
+        for find in (self._led, self._grown):
+            chosen = find(budget)
+            if chosen is not None:
+                yield chosen
 
     def _led(self, budget: int) -> frozenset[int] | None:
         """The cheapest of regions that run one after the other."""
         aim = budget
-        for _ in range(_AIMS):
+        for _ in range(PLAN_AIMS):
             numbers = self._chain.within(aim)
             if numbers is None:
                 return None
             over = self._peak(frozenset(numbers)).bytes - budget
             if over <= 0:
                 return frozenset(numbers)
-            aim -= over
+            aim -= over  # what regions share was counted twice
         return None
 
     def _grown(self, budget: int) -> frozenset[int] | None:
@@ -73,11 +103,12 @@ class Search:
             for number in range(len(self._among)):
                 if number in chosen:
                     continue
+                if not self._replays:
+                    return None
                 tried = chosen - self._meets[number] | {number}
                 left = self._excess(tried, budget)
-                costs = self._ns(tried) - self._ns(chosen)
                 if left < excess:
-                    worth = (excess - left) / max(costs, 1)
+                    worth = (excess - left) / max(self._ns(tried) - self._ns(chosen), 1)
                     if best is None or worth > best[0]:
                         best = worth, left, tried
             if best is None:
@@ -86,24 +117,27 @@ class Search:
         return chosen
 
     def _pruned(self, chosen: frozenset[int], budget: int) -> frozenset[int]:
-        for number in sorted(chosen, key=lambda one: -self._among[one].again_ns):
-            if self._peak(chosen - {number}).bytes <= budget:
+        for number in self._dearest(chosen):
+            if self._replays and self._peak(chosen - {number}).bytes <= budget:
                 chosen -= {number}
         return chosen
 
     def _improved(self, chosen: frozenset[int], budget: int) -> frozenset[int]:
-        again = True
-        while again:
-            again = False
-            for out in sorted(chosen, key=lambda one: -self._among[one].again_ns):
-                for number in range(len(self._among)):
-                    tried = (chosen - {out}) - self._meets[number] | {number}
-                    if self._ns(tried) < self._ns(chosen) and self._peak(tried).bytes <= budget:
-                        chosen, again = self._pruned(tried, budget), True
-                        break
-                if again:
-                    break
+        while (better := self._cheaper(chosen, budget)) is not None:
+            chosen = self._pruned(better, budget)
         return chosen
+
+    def _cheaper(self, chosen: frozenset[int], budget: int) -> frozenset[int] | None:
+        """The same with one exchanged for another, where that is cheaper and fits."""
+        for out in self._dearest(chosen):
+            for number in range(len(self._among)):
+                tried = (chosen - {out}) - self._meets[number] | {number}
+                if self._ns(tried) < self._ns(chosen) and self._replays and self._peak(tried).bytes <= budget:
+                    return tried
+        return None
+
+    def _dearest(self, chosen: frozenset[int]) -> list[int]:
+        return sorted(chosen, key=lambda number: (-self._among[number].again_ns, number))
 
     def _plan(self, chosen: frozenset[int]) -> Plan:
         return Plan(tuple(self._among[number] for number in sorted(chosen)), self._peak(chosen), self._ns(chosen))
@@ -114,11 +148,24 @@ class Search:
     def _peak(self, chosen: frozenset[int]) -> Peak:
         found = self._peaks.get(chosen)
         if found is None:
+            self._replays = max(self._replays - 1, 0)
             found = self._peaks[chosen] = peak_under(self._step, self._regions(chosen))
         return found
 
     def _excess(self, chosen: frozenset[int], budget: int) -> int:
+        self._replays = max(self._replays - 1, 0)
         return excess_under(self._step, self._regions(chosen), budget)
 
     def _regions(self, chosen: frozenset[int]) -> list[Region]:
         return [region for number in sorted(chosen) for region in self._among[number].regions]
+
+
+def _undominated(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Highest peak first."""
+    cheapest: int | None = None
+    kept = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak.bytes, plan.again_ns)):
+        if cheapest is None or plan.again_ns < cheapest:
+            cheapest = plan.again_ns
+            kept.append(plan)
+    return reversed(kept)
