@@ -11,6 +11,7 @@ import click
 from memdiag import __version__
 from memdiag.cli.compare import compare
 from memdiag.cli.diagnose import diagnose
+from memdiag.cli.plan import plan
 from memdiag.cli.plot import plot
 from memdiag.cli.profile import profile
 from memdiag.cli.report import report
@@ -47,6 +48,7 @@ cli.add_command(profile)
 cli.add_command(report)
 cli.add_command(diagnose)
 cli.add_command(compare)
+cli.add_command(plan)
 cli.add_command(plot)
 
 

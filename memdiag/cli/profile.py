@@ -30,6 +30,7 @@ class Outputs:
         folder: what they are relative to; the script may go elsewhere.
         json: a path, or "-" for standard output.
         text: whether the report is printed.
+        plan: whether plans of checkpoints are printed after it.
         quiet: whether the names of the files and the next command are kept back.
         stdout, stderr: where to print, None where the process was started without; the script may replace or close
             its own.
@@ -39,6 +40,7 @@ class Outputs:
     plot: Path | None
     json: Path | str | None
     text: bool
+    plan: bool
     quiet: bool
     folder: Path
     stdout: TextIO | None
@@ -87,6 +89,9 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
     "--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw a picture (.png, .svg or .pdf)."
 )
 @click.option("--json", "json_file", metavar="FILE", help="Also write the report as JSON; - is standard output.")
+@click.option(
+    "--plan", "make_plan", is_flag=True,
+    help="Also say where activation checkpoints would pay. The third step's forward runs once more for it.")
 @click.option("--steps", metavar="A:B", callback=_steps, help="Full detail only for steps A to B-1, counted from 0.")
 @click.option("--stop-after", metavar="N", type=click.IntRange(min=1), help="End the script when N steps have ended.")
 @click.option(
@@ -97,7 +102,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def profile(
     is_module: bool, output: Path | None, force: bool, quiet: bool, no_report: bool, plot: Path | None,
-    json_file: str | None, steps: Steps, stop_after: int | None,
+    json_file: str | None, make_plan: bool, steps: Steps, stop_after: int | None,
     max_events: int | None, target: str, args: tuple[str, ...],
 ) -> Callable[[], int]:
     """Run a training script and account for its memory.
@@ -112,7 +117,7 @@ def profile(
         memdiag profile -m package.train --epochs 1
         torchrun --nproc-per-node 2 -m memdiag profile train.py
     """
-    from memdiag.record.options import DEFAULT_MAX_EVENTS, Options
+    from memdiag.record.options import DEFAULT_MAX_EVENTS, PLANNED_STEP, Options
     from memdiag.record.process.launch import Target, check
 
     rank = paths.rank()
@@ -123,6 +128,7 @@ def profile(
         plot=None if plot is None else paths.with_rank(plot, rank),
         json=_json(json_file, rank),
         text=not no_report and not rank,
+        plan=make_plan and not no_report and not rank,
         quiet=quiet or bool(rank),
         folder=Path.cwd(),
         stdout=sys.stdout,
@@ -137,6 +143,7 @@ def profile(
         max_events=DEFAULT_MAX_EVENTS if max_events is None else max_events,
         steps=steps,
         stop_after=stop_after,
+        plan_step=PLANNED_STEP if make_plan else None,
         progress=not outputs.quiet and outputs.stderr is not None and outputs.stderr.isatty(),
     )
     return functools.partial(_run, script, options, outputs)
@@ -181,7 +188,7 @@ def _tell(recorder: Recorder | None, problem: str | None, outputs: Outputs) -> N
         return
     if recorder.problem is not None:
         outputs.say(f"memdiag: error: {recorder.problem}")
-    if outputs.text or outputs.plot or outputs.json:
+    if outputs.text or outputs.plan or outputs.plot or outputs.json:
         _report(outputs)
     if not outputs.quiet:
         verb = "report" if not outputs.text or outputs.plot else "plot"
@@ -204,6 +211,14 @@ def _report(outputs: Outputs) -> None:
         if outputs.text:
             with failed("the report"):
                 outputs.say(render_text(summary))
+        if outputs.plan:
+            with failed("the plan"):
+                from memdiag.plan import plans
+                from memdiag.report.plans import render_plans
+                from memdiag.trace.view import View
+
+                name = os.path.basename(str(trace.about.get("script") or "this run"))
+                outputs.say("\n" + render_plans(plans(View(trace)), name))
         if outputs.json == "-":
             # Past the script's buffer: what cannot be written now must not fail again when the interpreter ends.
             with failed("the JSON"), open(os.dup(_descriptor(outputs.stdout)), "w", encoding="utf-8") as stdout:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
 
 from memdiag.plan.replay import Region
 from memdiag.plan.step import Call, Step
 from memdiag.trace import NONE
+
+_INDEX = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class Candidate:
     Attributes:
         path: of the module.
         regions: one for each of its calls in the step.
-        again_ns: time that they take to run again, as long as they took at first, until all is there that was saved.
+        again_ns: time that they take to run again, until all is there that was saved: as long as they took at first,
+            and of repeated blocks as long as the median one.
     """
 
     path: str
@@ -38,11 +43,21 @@ def candidates(step: Step) -> list[Candidate]:
 
     Of modules that save the same, one inside the other, the one that runs the least again stands for all.
     """
+    found = _distinct(step)
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for one, kind in found:
+        alike[kind].append(one.again_ns)
+    return sorted((replace(one, again_ns=int(median_low(alike[kind]))) for one, kind in found),
+                  key=lambda one: one.regions[0].calls[0].first)
+
+
+def _distinct(step: Step) -> list[tuple[Candidate, tuple[object, ...]]]:
+    """Candidates, and of which kind each is: repeated blocks save as much, and have the same path but for an index."""
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in step.calls:
         if not call.outermost:
             calls[call.path].append(call)
-    best: dict[frozenset[int], Candidate] = {}
+    best: dict[frozenset[int], tuple[Candidate, tuple[object, ...]]] = {}
     for path, mine in calls.items():
         saved, times = [], 0
         for call in mine:
@@ -51,6 +66,9 @@ def candidates(step: Step) -> list[Candidate]:
                 saved += rows.tolist()
                 times += int(step.saves.time_ns[rows].max()) - call.start_ns
         key = frozenset(saved)
-        if saved and (key not in best or times < best[key].again_ns):
-            best[key] = Candidate(path, tuple(Region((call,)) for call in mine), times)
-    return sorted(best.values(), key=lambda one: one.regions[0].calls[0].first)
+        if saved and (key not in best or times < best[key][0].again_ns):
+            rows = np.array(saved)
+            sizes = step.size[step.saves.allocation[rows]] * (step.saves.allocation[rows] != NONE)
+            kind = (_INDEX.sub("*", path), *sizes.tolist())
+            best[key] = Candidate(path, tuple(Region((call,)) for call in mine), times), kind
+    return list(best.values())

@@ -107,7 +107,8 @@ def planned_step(run: View) -> Step:
     trace = run.trace
     second = trace["second_forwards"]
     if not len(second["step"]):
-        raise MemdiagError("no step of this run was recorded for plans")
+        raise MemdiagError(
+            "no step of this run was recorded for plans: `memdiag profile --plan SCRIPT` does that in its third step")
     number = int(second["step"][0])
     row = np.flatnonzero(trace["steps"]["step"] == number)
     if not len(row):

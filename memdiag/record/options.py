@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_MAX_EVENTS = 2_000_000
+PLANNED_STEP = 2
+"""The step that plans are made from: the first after the warm-up has filled the caches, with the optimizer's state."""
 
 
 @dataclass(frozen=True)

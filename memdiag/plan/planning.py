@@ -1,0 +1,160 @@
+"""What a recorded step says of checkpoints: plans side by side, and which one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memdiag.errors import MemdiagError
+from memdiag.plan.regions import Candidate, candidates
+from memdiag.plan.search import Plan, Search
+from memdiag.plan.step import Step, planned_step
+from memdiag.trace import Kind, Level, Role
+from memdiag.trace.model import GRAD_ON, RECOMPUTE
+from memdiag.trace.view import View
+
+_FREED = {  # what checkpoints change; all else at the peak is there whatever the plan
+    Role.SAVED_ACTIVATIONS, Role.OTHER_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS, Role.WORKSPACE,
+    Role.BACKWARD_TEMPORARIES, Role.UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan among others.
+
+    Attributes:
+        name: ``none``, ``every_block``, ``every_2nd_block``, or what it is on the frontier.
+        phase: of its peak; ``recompute`` while a region runs again.
+        noise_ns: how much the time of what would run again differed from step to step; None where one step was seen.
+    """
+
+    name: str
+    plan: Plan
+    phase: str | None
+    noise_ns: int | None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The lowest peak that was found, and what is left there.
+
+    Attributes:
+        holders: roles that no checkpoint changes, and the rest as one, largest first; they sum to the bytes.
+    """
+
+    bytes: int
+    holders: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Plans of one step.
+
+    Attributes:
+        options: the usual ones by name, then the frontier, highest peak first.
+        chosen: index among these: with a budget the cheapest that fits (None: none does); asked for the smallest, that;
+            else the one with the least peak × step time of the frontier.
+        gains: of each candidate by itself, largest first: bytes by which the peak falls, and the plan.
+        floor: where no plan fits the budget.
+    """
+
+    step: Step
+    phase: str | None
+    budget: int | None
+    options: list[Option]
+    chosen: int | None
+    gains: list[tuple[int, Plan]]
+    floor: Floor | None
+
+
+def plans(run: View, budget: int | None = None, smallest: bool = False) -> Planning:
+    """Plans for the step of a run that was recorded for them.
+
+    Args:
+        budget: bytes that the peak may have.
+        smallest: choose the lowest peak that is found.
+
+    Raises:
+        MemdiagError: there is no such step, it has nothing to checkpoint, or checkpoints of its own.
+    """
+    spans = run.trace["spans"]
+    step = planned_step(run)
+    again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= step.first) & (spans["end_event"] <= step.last)
+    if again.any():
+        raise MemdiagError("the script has checkpoints already: plans on top of them are not made yet")
+    among = candidates(step)
+    search = Search(step, among)
+    lowest = search.smallest()
+    usual = {"none": search.plan([])}
+    blocks = _blocks(among)
+    for every, name in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
+        if len(blocks) > every:
+            usual[name] = search.plan(blocks[::every])
+    frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(lowest)) if plan.chosen}
+    if budget is not None:
+        fitting = search.within(budget)
+        if fitting is not None and fitting.chosen:
+            frontier = {**frontier, "within_budget": fitting}
+    options = [_option(run, step, name, plan) for name, plan in (*usual.items(), *frontier.items())]
+    chosen = _choose(step, options, budget, smallest, lowest)
+    gains = [(search.plan([]).peak.bytes - plan.peak.bytes, plan) for plan in (search.plan([one]) for one in among)]
+    gains.sort(key=lambda gain: (-gain[0], gain[1].again_ns))
+    return Planning(
+        step, _phase(run, step, usual["none"]), budget, options, chosen, gains,
+        _floor(run, lowest) if budget is not None and chosen is None else None)
+
+
+def _choose(
+    step: Step, options: Sequence[Option], budget: int | None, smallest: bool, lowest: Plan
+) -> int | None:
+    if budget is not None:
+        fitting = [number for number, one in enumerate(options) if one.plan.peak.bytes <= budget]
+        return min(fitting, key=lambda number: options[number].plan.again_ns, default=None)
+    if smallest:
+        return next(number for number, one in enumerate(options) if one.plan.peak.bytes == lowest.peak.bytes)
+    return min(range(len(options)), key=lambda number: (
+        options[number].plan.peak.bytes * (step.work_ns + options[number].plan.again_ns)))
+
+
+def _blocks(among: Sequence[Candidate]) -> list[Candidate]:
+    """Items of lists of modules, those inside others left out."""
+    items = [one for one in among if one.path.rpartition(".")[2].isdecimal()]
+    return [one for one in items if not any(one.path.startswith(f"{other.path}.") for other in items)]
+
+
+def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
+    return Option(name, plan, _phase(run, step, plan), _noise(run, plan))
+
+
+def _phase(run: View, step: Step, plan: Plan) -> str | None:
+    if plan.peak.region is not None:
+        return "recompute"
+    _, phase, _ = run.where(min(max(plan.peak.event, step.first), step.last - 1))
+    return phase
+
+
+def _noise(run: View, plan: Plan) -> int | None:
+    """How much longer one step took than another for what the plan would run again, once it was warm."""
+    trace = run.trace
+    spans, steps = trace["spans"], trace["steps"]
+    paths = trace.numbers(*(one.path for one in plan.chosen))
+    mine = (spans["kind"] == Kind.MODULE) & np.isin(spans["name"], paths) & (spans["flags"] & GRAD_ON != 0)
+    took = []
+    for row in np.flatnonzero((steps["level"] == Level.FULL) & (steps["warm_up"] == 0)).tolist():
+        inside = mine & (spans["start_event"] >= steps["start_event"][row]) & (
+            spans["end_event"] <= steps["end_event"][row])
+        took.append(int((spans["end_ns"] - spans["start_ns"])[inside].sum()))
+    return max(took) - min(took) if len(took) > 1 else None
+
+
+def _floor(run: View, lowest: Plan) -> Floor:
+    event = lowest.peak.event
+    alive = np.flatnonzero(run.mine & (run.life.born <= event) & (run.life.died > event))
+    role = run.roles.of(alive, np.full(len(alive), event, dtype=np.int64))
+    size = run.trace["allocations"]["bytes"][alive]
+    holders = [(which.label, int(size[role == which].sum())) for which in Role if which not in _FREED]
+    holders = [(name, total) for name, total in holders if total]
+    holders.append(("activations and temporaries", lowest.peak.bytes - sum(total for _, total in holders)))
+    return Floor(lowest.peak.bytes, sorted(holders, key=lambda holder: -holder[1]))

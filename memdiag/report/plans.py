@@ -1,0 +1,117 @@
+"""Plans of checkpoints, as text and for machines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memdiag.plan import Option, Planning
+from memdiag.policy import PLAN_GAINS
+from memdiag.report.json import SCHEMA_VERSION
+from memdiag.report.layout import facts, paragraph, share, table, words
+from memdiag.report.names import fold
+from memdiag.units import format_bytes
+
+
+def render_plans(planning: Planning, name: str) -> str:
+    """Plans side by side, what single modules would do, and the one that is chosen.
+
+    Args:
+        name: of the script.
+    """
+    return "\n".join("\n".join(lines) + "\n" for lines in (
+        _head(planning, name), _table(planning), _gains(planning), _chosen(planning)) if lines)
+
+
+def _head(planning: Planning, name: str) -> list[str]:
+    step = planning.step
+    return [f"Checkpoints for {name}", *facts({
+        "step": f"{step.number}, replayed under each plan",
+        "peak": ", in ".join(filter(None, (format_bytes(planning.options[0].plan.peak.bytes), planning.phase))),
+        "budget": None if planning.budget is None else format_bytes(planning.budget),
+    })]
+
+
+def _table(planning: Planning) -> list[str]:
+    bare = planning.options[0].plan.peak.bytes
+    rows = []
+    for number, option in enumerate(planning.options):
+        rows.append([
+            "→" if number == planning.chosen else "", words(option.name) if "frontier" not in option.name else "",
+            format_bytes(option.plan.peak.bytes), share(option.plan.peak.bytes, bare), option.phase or "",
+            _time(planning, option), _modules(option)])
+    return ["Plans, by the peak of the step and the time it takes longer",
+            *table(["", "", "peak", "of bare", "then in", "longer", "checkpoints"], rows, "llrrlrl")]
+
+
+def _time(planning: Planning, option: Option) -> str:
+    return f"{option.plan.again_ns / planning.step.work_ns:.1%}".replace("%", " %")
+
+
+def _modules(option: Option) -> str:
+    paths = [one.path for one in option.plan.chosen]
+    return ", ".join(dict.fromkeys(fold(paths)[path] for path in paths)) or "none"
+
+
+def _gains(planning: Planning) -> list[str]:
+    rows = []
+    for gain, plan in planning.gains[:PLAN_GAINS]:
+        more = plan.again_ns / planning.step.work_ns
+        rows.append([format_bytes(gain), f"{more:.1%}".replace("%", " %"), plan.chosen[0].path])
+    title = "What one module alone would do"
+    return [title, *table(["peak lower by", "longer", "checkpoint"], rows, "rrl")] if rows else []
+
+
+def _chosen(planning: Planning) -> list[str]:
+    if planning.floor is not None:
+        assert planning.budget is not None
+        largest = ", ".join(f"{words(name)} {format_bytes(size)}" for name, size in planning.floor.holders[:3])
+        return ["No plan fits", *paragraph(
+            f"The lowest peak that was found is {format_bytes(planning.floor.bytes)}, "
+            f"{format_bytes(planning.floor.bytes - planning.budget)} above the budget. Most of it is {largest}.")]
+    assert planning.chosen is not None
+    option = planning.options[planning.chosen]
+    bare = planning.options[0].plan.peak.bytes
+    lines = ["Chosen", *facts({
+        "checkpoints": _modules(option),
+        "peak": f"{format_bytes(option.plan.peak.bytes)}, {format_bytes(bare - option.plan.peak.bytes)} less"
+        + (f", in {option.phase}" if option.phase else ""),
+        "longer": _time(planning, option) + " of the step, by the time that these forwards took"
+        + ("" if option.noise_ns is None else
+           f"; from step to step that differed by {option.noise_ns / planning.step.work_ns:.1%}".replace("%", " %")),
+        "headroom": None if planning.budget is None else format_bytes(planning.budget - option.plan.peak.bytes),
+    })]
+    return lines
+
+
+def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
+    """The same for machines: the contract of ``docs/json.md``."""
+    step, bare = planning.step, planning.options[0].plan
+    return json.dumps({
+        "schema_version": SCHEMA_VERSION,
+        "about": about,
+        "baseline": {"peak_bytes": bare.peak.bytes, "phase": planning.phase, "step_time_ns": step.work_ns},
+        "budget_bytes": planning.budget,
+        "plans": [_plan(planning, option) for option in planning.options],
+        "chosen": planning.chosen,
+        "floor": None if planning.floor is None else {
+            "bytes": planning.floor.bytes,
+            "holders": [{"what": what, "bytes": size} for what, size in planning.floor.holders]},
+        "safety": [],
+    }, indent=2, ensure_ascii=False)
+
+
+def _plan(planning: Planning, option: Option) -> dict[str, Any]:
+    gains = {plan.chosen[0].path: (gain, plan.again_ns) for gain, plan in planning.gains}
+    plan, budget = option.plan, planning.budget
+    return {
+        "name": option.name,
+        "regions": [
+            {"modules": [one.path], "kind": "full", "keep": [],
+             "gain": dict(zip(("peak_bytes", "step_time_ns"), gains[one.path], strict=True))} for one in plan.chosen],
+        "predicted": {
+            "peak_bytes": plan.peak.bytes, "phase": option.phase, "step_time_ns": planning.step.work_ns + plan.again_ns,
+            "time_noise_ns": option.noise_ns},
+        "headroom_bytes": None if budget is None else budget - plan.peak.bytes,
+        "set_aside": {},
+    }
