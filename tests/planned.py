@@ -309,19 +309,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 }
 
 
-def train(name: str, plan: Iterable[str] = (), autocast: bool = False, steps: int = PLANNED_STEP + 1) -> None:
-    """Trains a model for a few steps, with checkpoints around the modules of these paths."""
+def train(name: str, plan: Iterable[str] = (), autocast: bool = False, batches: int = 1, summed: bool = False) -> None:
+    """Trains a model for a few steps, with checkpoints around the modules of these paths.
+
+    Args:
+        batches: of a step.
+        summed: one backward for all of them, not one for each.
+    """
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make()
     for path in plan:
         checkpointed(model.get_submodule(path))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
-        inputs, target = batch()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = F.cross_entropy(model(*inputs).flatten(0, -2), target)
-        loss.backward()
+    for _ in range(PLANNED_STEP + 1):
+        total = torch.zeros(())
+        for _ in range(batches):
+            inputs, target = batch()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = F.cross_entropy(model(*inputs).flatten(0, -2), target)
+            if summed:
+                total = total + loss
+            else:
+                loss.backward()
+        if summed:
+            total.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -64,6 +64,14 @@ class TestPeak:
         # THEN the peak is the one that comes, to the byte
         assert peak_under(step, regions(step, plan)).bytes - before == applied_peak(name, plan, autocast)
 
+    @pytest.mark.parametrize("summed", [False, True])
+    @pytest.mark.parametrize("plan", [["blocks.0", "blocks.2"], ["blocks.1.mlp", "blocks.3"]])
+    def test_of_several_forwards_in_a_step_too(self, plan: list[str], summed: bool) -> None:
+        seen = record(lambda: train("gpt", batches=3, summed=summed), plan_step=PLANNED_STEP)
+        step = planned_step(View(seen.trace))
+        assert peak_under(step, regions(step, plan)).bytes - seen.line.start_bytes == peak_of(
+            record(lambda: train("gpt", plan, batches=3, summed=summed)))
+
     def test_one_checkpoint_around_everything(self) -> None:
         step, before = recorded("gpt", False)
         whole = [Region((call,)) for call in step.calls if call.outermost]
