@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 from memdiag.version import __version__
 
-__all__ = ["__version__", "load", "profile"]
+__all__ = ["__version__", "apply_plan", "load", "profile"]
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import nn
+
+    from memdiag.apply import Applied, Plan
     from memdiag.record import Recorder
     from memdiag.trace import Trace
 
@@ -63,3 +68,32 @@ def load(path: str | os.PathLike[str]) -> Trace:
     from memdiag.trace import load
 
     return load(path)
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
+    """Makes the regions of a plan run as checkpoints, by ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``.
+
+    The model is changed in place: the modules get a ``forward`` of their own. Where gradients are off they run as
+    before. Keys of the state dict, names of modules and hooks stay; copies and pickles of the model are checkpointed
+    too, and ``torch.compile`` and ``DistributedDataParallel`` take it as it is.
+
+    Args:
+        model: whose ``named_modules()`` the plan names.
+        plan: path of a plan file, of which the chosen plan is applied; what such a file holds; or module paths, each
+            of which becomes a region.
+        allow_unsafe: modules that are made regions even though the plan says that it is unsafe.
+
+    Returns:
+        ``.regions``, those applied, and ``.undo()``, the way back.
+
+    Raises:
+        MemdiagError: it is not a plan, or it does not go onto this model. Nothing is changed then.
+
+    Example::
+
+        model = Model()
+        memdiag.apply_plan(model, "plan.json")
+    """
+    from memdiag.apply import apply_plan
+
+    return apply_plan(model, plan, allow_unsafe=allow_unsafe)

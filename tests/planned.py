@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memdiag.apply import checkpointed
+from memdiag.apply import Plan, apply_plan
 
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 PLANNED_STEP = 2
@@ -309,8 +309,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 }
 
 
-def train(name: str, plan: Iterable[str] = (), autocast: bool = False, batches: int = 1, summed: bool = False) -> None:
-    """Trains a model for a few steps, with checkpoints around the modules of these paths.
+def train(name: str, plan: Plan = (), autocast: bool = False, batches: int = 1, summed: bool = False) -> None:
+    """Trains a model for a few steps, under a plan.
 
     Args:
         batches: of a step.
@@ -319,8 +319,7 @@ def train(name: str, plan: Iterable[str] = (), autocast: bool = False, batches: 
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make()
-    for path in plan:
-        checkpointed(model.get_submodule(path))
+    apply_plan(model, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(PLANNED_STEP + 1):
         total = torch.zeros(())

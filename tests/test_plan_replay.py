@@ -72,6 +72,19 @@ class TestPeak:
         assert peak_under(step, regions(step, plan)).bytes - seen.line.start_bytes == peak_of(
             record(lambda: train("gpt", plan, batches=3, summed=summed)))
 
+    @pytest.mark.parametrize(("name", "runs"), [
+        ("resnet", [range(1, 4)]), ("resnet", [range(3, 6), range(0, 2)]), ("encoder-decoder", [range(2)])])
+    def test_modules_of_a_chain_in_one_checkpoint(self, name: str, runs: list[range]) -> None:
+        step, before = recorded(name, False)
+        chain = "blocks" if name == "resnet" else "encoder"
+        paths = [[f"{chain}.{number}" for number in run] for run in runs]
+        plan = {"schema_version": 1, "chosen": 0, "plans": [
+            {"regions": [{"modules": modules, "kind": "full", "keep": []} for modules in paths]}]}
+        calls = {call.path: call for call in step.calls}
+        peak = peak_under(step, [Region(tuple(calls[path] for path in modules)) for modules in paths])
+        assert peak.bytes - before == peak_of(record(lambda: train(name, plan)))
+        assert peak.bytes != peak_under(step, []).bytes
+
     def test_one_checkpoint_around_everything(self) -> None:
         step, before = recorded("gpt", False)
         whole = [Region((call,)) for call in step.calls if call.outermost]

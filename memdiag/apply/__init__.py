@@ -1,5 +1,6 @@
 """Puts a plan onto a live model."""
 
-from memdiag.apply.regions import checkpointed
+from memdiag.apply.apply import Applied, apply_plan
+from memdiag.apply.read import Plan, Region
 
-__all__ = ["checkpointed"]
+__all__ = ["Applied", "Plan", "Region", "apply_plan"]

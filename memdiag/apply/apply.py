@@ -1,0 +1,180 @@
+"""Applies a plan: finds its modules, refuses what would not do as planned, and exchanges their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+from memdiag.apply.operators import Keep
+from memdiag.apply.read import Plan, Region, read
+from memdiag.apply.regions import Chained, Checkpointed
+from memdiag.errors import MemdiagError
+
+Forward = Checkpointed | Chained
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A plan on a model.
+
+    Attributes:
+        regions: what runs as checkpoints.
+    """
+
+    regions: list[Region]
+    _forwards: list[tuple[nn.Module, Forward]]
+
+    def undo(self) -> None:
+        """Puts the model back. A second time it does nothing.
+
+        Raises:
+            MemdiagError: a module's forward was exchanged again since; nothing is undone.
+        """
+        for module, forward in self._forwards:
+            if vars(module).get("forward") is not forward:
+                raise MemdiagError(f"the forward of a {type(module).__name__} was exchanged after the plan was applied;"
+                                   " undo that first")
+        for module, forward in self._forwards:
+            if forward.before is None:
+                del module.forward
+            else:
+                module.forward = forward.before
+        self._forwards.clear()
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
+    """As ``memdiag.apply_plan``."""
+    regions = read(plan, allow_unsafe)
+    if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
+        raise MemdiagError("the model has a plan already; undo() that one first")
+    found = [[_module(model, path) for path in region.modules] for region in regions]
+    _refuse_twice(regions)
+    exchanged: list[tuple[nn.Module, Region, list[nn.Module]]] = []
+    for region, modules in zip(regions, found, strict=True):
+        owner = modules[0] if len(modules) == 1 else _container(model, region)
+        _refuse(region, owner, modules)
+        exchanged.append((owner, region, modules))
+    _refuse_nested(exchanged)
+    forwards = _forwards(exchanged)
+    for module, forward in forwards:
+        module.forward = forward
+    return Applied(regions, forwards)
+
+
+def _forwards(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -> list[tuple[nn.Module, Forward]]:
+    forwards: list[tuple[nn.Module, Forward]] = []
+    runs: dict[nn.Sequential, list[tuple[int, int, tuple[str, ...]]]] = {}
+    for owner, region, modules in exchanged:
+        if len(modules) == 1:
+            forwards.append((owner, Checkpointed(owner, vars(owner).get("forward"), region.keep)))
+        elif isinstance(owner, nn.Sequential):  # always: _container() finds no other
+            start = list(owner._modules).index(_name(region.modules[0]))
+            runs.setdefault(owner, []).append((start, start + len(modules), region.keep))
+    return forwards + [(owner, Chained(owner, sorted(of_it))) for owner, of_it in runs.items()]
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    module = model
+    for name in path.split(".") if path else ():
+        if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
+            break
+        child = module._modules.get(name)
+        if child is None:
+            names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+            close = get_close_matches(path, names, n=3) or names[:3]
+            raise MemdiagError(f"{path}: the model has no such module; there is {', '.join(close) or 'none inside'}")
+        module = child
+    if isinstance(module, torch.jit.ScriptModule):
+        raise MemdiagError(f"{path}: is, or is inside, a torch.jit.ScriptModule, which runs code of its own; apply the "
+                           "plan to the model that was scripted or traced, and leave it unscripted")
+    if isinstance(module, nn.DataParallel):
+        raise MemdiagError(f"{path}: is inside a DataParallel, whose replicas would run the forward of the module that "
+                           "they were copied from; use DistributedDataParallel")
+    return module
+
+
+def _refuse_twice(regions: Iterable[Region]) -> None:
+    seen = set()
+    for path in (path for region in regions for path in region.modules):
+        if path in seen:
+            raise MemdiagError(f"{path or 'the whole model'}: is in the plan twice")
+        seen.add(path)
+
+
+def _container(model: nn.Module, region: Region) -> nn.Sequential:
+    """The module that runs the modules of a region one after the other."""
+    parents = {path.rpartition(".")[0] for path in region.modules}
+    if len(parents) > 1 or "" in region.modules:
+        raise MemdiagError(f"{region}: are not children of one module, so they are not one region")
+    (parent,) = parents
+    container = _module(model, parent)
+    names = [_name(path) for path in region.modules]
+    there = list(container._modules)
+    start = there.index(names[0])
+    if isinstance(container, nn.Sequential) and (type(container).forward, type(container).__iter__) == (
+            nn.Sequential.forward, nn.Sequential.__iter__):
+        if "forward" in vars(container):
+            raise MemdiagError(f"{region}: the forward of {parent or 'the model'} was exchanged, and may not be the "
+                               "chain of its modules any more; undo that, or use regions of one module each")
+        if there[start:start + len(names)] != names:
+            raise MemdiagError(f"{region}: do not follow each other in {parent or 'the model'}, so they are not one "
+                               "region")
+        return container
+    raise MemdiagError(
+        f"{region}: are called by code of the model's own ({parent or 'the model'} is a {type(container).__name__}), "
+        "which only you can put into one checkpoint. Where that code runs them, write what follows, with the "
+        f"arguments that they take:\n\n{_code(region, container)}\n")
+
+
+def _code(region: Region, container: nn.Module) -> str:
+    """What to write by hand for modules that the model's own code runs."""
+    modules = [_expression(path) for path in region.modules]
+    names = [_name(path) for path in region.modules]
+    start = list(container._modules).index(names[0])
+    one_by_one = f"({', '.join(modules)})"
+    if isinstance(container, nn.ModuleList) and names == [str(start + n) for n in range(len(names))]:
+        one_by_one = f"{_expression(region.modules[0].rpartition('.')[0])}[{start}:{start + len(names)}]"
+    context, imports = "", "from torch.utils.checkpoint import checkpoint"
+    if region.keep:
+        operators = ", ".join(f"torch.ops.{operator}" for operator in Keep(region.keep).operators)
+        imports = ("from functools import partial\n\nimport torch\n"
+                   "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts")
+        context = f",\n               context_fn=partial(create_selective_checkpoint_contexts, [{operators}])"
+    return (f"{imports}\n\ndef run(x):\n    for module in {one_by_one}:\n        x = module(x)\n    return x\n\n"
+            f"x = checkpoint(run, x, use_reentrant=False{context})")
+
+
+def _expression(path: str) -> str:
+    return "model" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name)
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _refuse(region: Region, owner: nn.Module, modules: Iterable[nn.Module]) -> None:
+    if type(owner).forward is nn.Module.forward and "forward" not in vars(owner):
+        raise MemdiagError(f"{region}: has no forward, for a {type(owner).__name__} only holds modules; name these")
+    if "_orig_mod" in owner._modules:
+        raise MemdiagError(f"{region}: was compiled by torch.compile; name the module in it, with ._orig_mod at the "
+                           "end, or apply the plan before")
+    if any(isinstance(inner, nn.parallel.DistributedDataParallel) for module in modules for inner in module.modules()):
+        raise MemdiagError(f"{region}: has a DistributedDataParallel in it, which cannot run a second time in "
+                           "backward; name modules inside it")
+
+
+def _refuse_nested(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -> None:
+    """Refuses regions inside one another, and modules in two regions, by whatever names they go."""
+    within: dict[nn.Module, list[Region]] = {}
+    for _, region, modules in exchanged:
+        for inner in {inner for module in modules for inner in module.modules()}:
+            within.setdefault(inner, []).append(region)
+    for owner, region, _ in exchanged:
+        for around in within.get(owner, ()):
+            if around is not region:
+                raise MemdiagError(f"{region}: is in {around} too, which is a region itself; regions cannot share "
+                                   "modules or lie inside one another")

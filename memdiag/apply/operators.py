@@ -1,0 +1,84 @@
+"""Operators whose results a selective checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from memdiag.errors import MemdiagError
+
+
+class Keep:
+    """What is kept of a region.
+
+    Args:
+        names: of operators, with an overload or without: ``aten::mm``, ``aten::add.Tensor``, ``aten.mm.default``.
+
+    Attributes:
+        operators: their overloads.
+        contexts: what ``checkpoint()`` takes as ``context_fn``.
+
+    Raises:
+        MemdiagError: PyTorch has no such operator, or its result cannot be kept.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.operators = [operator for name in names for operator in _resolved(name)]
+        self.contexts = partial(create_selective_checkpoint_contexts, _policy(self.operators))
+
+
+def _policy(operators: list[Any]) -> Callable[..., CheckpointPolicy]:
+    """Keeps these; a plain function, for that is what torch.compile can read."""
+    dropout = {operator: _position(operator, "dropout_p") for operator in operators}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator not in dropout:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        at = dropout[operator]
+        if at is not None and (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)):
+            raise MemdiagError(f"{operator.name()}: cannot be kept with dropout: {_SHIFTS}")
+        return CheckpointPolicy.MUST_SAVE
+
+    return policy
+
+
+_SHIFTS = "random numbers that are not drawn again would shift those of the operators that are run again"
+
+
+def _resolved(name: str) -> list[Any]:
+    """The overloads of an operator whose results can be kept."""
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    found: Any = torch.ops
+    try:
+        if len(parts) not in (2, 3) or not all(part.isidentifier() for part in parts):
+            raise AttributeError(name)
+        for part in parts:
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise MemdiagError(f"{name}: PyTorch has no such operator; operators to keep are named as aten::mm or "
+                           "aten.mm.default") from error
+    overloads = [found] if len(parts) == 3 else [getattr(found, overload) for overload in found.overloads()]
+    pure = [overload for overload in overloads if not overload._schema.is_mutable]
+    if not pure:
+        raise MemdiagError(f"{name}: writes to its arguments, so its result cannot be kept")
+    kept = [overload for overload in pure if not _is_made_of_others(overload)]
+    if not kept:
+        raise MemdiagError(f"{name}: is made of other operators, and only these can be kept; name them (such as "
+                           "aten::addmm and aten::mm for aten::linear)")
+    if any(torch.Tag.nondeterministic_seeded in one.tags and _position(one, "dropout_p") is None for one in kept):
+        raise MemdiagError(f"{name}: cannot be kept, for it is random: {_SHIFTS}")
+    return kept
+
+
+def _is_made_of_others(operator: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
+def _position(operator: Any, argument: str) -> int | None:
+    names = [one.name for one in operator._schema.arguments]
+    return names.index(argument) if argument in names else None
