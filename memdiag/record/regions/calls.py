@@ -16,7 +16,7 @@ from torch import nn
 from memdiag.record.frames import in_torch, is_users
 from memdiag.record.regions.before import hooks_of, variables
 from memdiag.record.regions.state import Reached, code_of, picture
-from memdiag.record.regions.statements import definition, forward_line, line_of
+from memdiag.record.regions.statements import definition, forward_line, stores, uses, uses_of_local
 from memdiag.record.stream import has_accelerator
 from memdiag.trace import model as m
 
@@ -67,6 +67,7 @@ class Calls:
         self._name_of = name_of
         self._open: list[_Open] = []
         self._count: Counter[str] = Counter()
+        self._over: list[tuple[_Open, dict[_Name, Any]]] = []  # calls, and what was there when they were over
         self._variables: dict[nn.Module, list[Reached]] = {}
         self.facts: dict[Fact, None] = {}
 
@@ -120,11 +121,29 @@ class Calls:
             owners.setdefault(name, owner)
         for name in dict.fromkeys((*call.state, *now)):
             if name not in call.state or name not in now or call.state[name] != now[name]:
-                where = self._where(name.text.rpartition(".")[2], owners[name])
+                where = self._where(name, owners[name])
                 self.note_of(call.key, name.kind, name.text, where)
         self._compare_random(call)
         self._open.pop()
+        call.given = None  # not kept until the forward is over
+        self._over.append((call, {name: value for name, value in now.items() if name.kind != m.ARGUMENT}))
+        if not self._open:
+            self._changed_later(module)
         return call.key, call.needs
+
+    def _changed_later(self, outermost: nn.Module) -> None:
+        """The forward is over: what has changed since each call of it was."""
+        pictures: dict[_Name, Any] = {}
+        for call, then in self._over:
+            for name, owner, value in self._state(call):
+                if name.kind == m.ARGUMENT:
+                    continue
+                if name not in pictures:
+                    pictures[name] = picture(value)
+                if name in then and then[name] != pictures[name]:
+                    where = self._where(name, owner or outermost, later=True)
+                    self.note_of(call.key, m.CHANGED_LATER, f"{name.kind} `{name.text}`", where)
+        self._over.clear()
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -141,21 +160,23 @@ class Calls:
                     yield _Name(m.ATTRIBUTE, f"{path}.{name}", id(part)), part, value
         for variable in call.variables:
             yield _Name(m.VARIABLE, variable.name, id(variable.scope)), None, variable.value()
-        yield _Name(m.ARGUMENT, ""), None, call.given
+        if call.given is not None:
+            args, kwargs = call.given
+            for name, value in (*zip(_arguments(call.module, len(args)), args, strict=True), *kwargs.items()):
+                yield _Name(m.ARGUMENT, name), call.module, value
 
-    def _where(self, name: str, owner: nn.Module | None) -> str | None:
-        """The line that changes something of this name."""
-        modules = [*([] if owner is None else [owner]), *(call.module for call in reversed(self._open))]
-        names = [name] if name else _arguments(modules[0])
-        for module in modules:
-            found = line_of(names, (*code_of(type(module)), *_functions(hooks_of(module))))
-            if found is not None:
-                return found
-        for module in modules[0].modules():
-            found = line_of(names, (*code_of(type(module)), *_functions(hooks_of(module))))
-            if found is not None:
-                return found
-        return next((line for line in map(forward_line, modules) if line is not None), None)
+    def _where(self, name: _Name, owner: nn.Module | None, later: bool = False) -> str | None:
+        """The line that changes something; with ``later``, the last that does."""
+        around = [*([] if owner is None else [owner]), *(call.module for call in reversed(self._open))]
+        if name.kind == m.ARGUMENT:
+            found = uses_of_local(name.text, (f for f in code_of(type(around[0])) if f.__name__ == "forward"))
+        else:
+            label = name.text.rpartition(".")[2]
+            functions = list(dict.fromkeys(
+                f for module in (*around, *around[0].modules())
+                for f in (*code_of(type(module)), *_functions(hooks_of(module)))))
+            found = stores(label, functions)[-1 if later else 0:] or uses(label, functions)
+        return found[0] if found else next((line for line in map(forward_line, around) if line is not None), None)
 
     def _hook(self, hook: Any) -> None:
         """A hook of the script's own runs with each call of what is around its module."""
@@ -182,9 +203,9 @@ class Calls:
         for part in module.modules():
             functions = (*code_of(type(part)), *_functions(hooks_of(part)))
             names = {one.name for one in self._reached(part) if _is_source(one.value(), source)}
-            found = line_of(names, functions) if names else None
-            if found is not None:
-                return found
+            for name in names:
+                if found := uses(name, functions):
+                    return found[0]
         return forward_line(module)
 
     def _reached(self, module: nn.Module) -> list[Reached]:
@@ -214,9 +235,11 @@ def _of_torchs_hooks(module: nn.Module) -> set[str]:
             if isinstance(getattr(hook, "name", None), str) and in_torch(type(hook).__call__.__code__)}
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def _arguments(module: nn.Module, count: int) -> list[str]:
+    """The names of the positional arguments of a forward; their numbers, where it takes any or is not Python's."""
     code = getattr(type(module).forward, "__code__", None)
-    return [] if code is None else list(code.co_varnames[1:code.co_argcount + code.co_kwonlyargcount])
+    names = [] if code is None else list(code.co_varnames[1:code.co_argcount])
+    return [names[place] if place < len(names) else str(place) for place in range(count)]
 
 
 def _functions(hooks: Iterable[Any]) -> list[FunctionType]:

@@ -12,35 +12,46 @@ from torch import nn
 from memdiag.record.regions.state import code_of
 
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-_USES = (*_STORES, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
 
 
-def line_of(names: Iterable[str], functions: Iterable[FunctionType]) -> str | None:
-    """``file.py:12`` of the first statement that stores to one of these names; else of the first that uses one.
+def stores(name: str, functions: Iterable[FunctionType]) -> list[str]:
+    """``file.py:12`` of the statements that store to an attribute or a variable.
 
     ``__init__`` is passed over: it runs before all forwards.
     """
-    wanted, used = set(names), None
+    return [line for operation, used, line in _in(functions) if used == name and operation in _STORES]
+
+
+def uses(name: str, functions: Iterable[FunctionType]) -> list[str]:
+    """``file.py:12`` of the statements that use an attribute or a variable outside the function."""
+    return [line for operation, used, line in _in(functions) if used == name and operation in _LOADS]
+
+
+def uses_of_local(name: str, functions: Iterable[FunctionType]) -> list[str]:
+    """``file.py:12`` of the statements that use an argument or a variable of the function."""
+    return [line for operation, used, line in _in(functions)
+            if used == name and operation.startswith(("LOAD_FAST", "LOAD_DEREF"))]
+
+
+def _in(functions: Iterable[FunctionType]) -> Iterator[tuple[str, str, str]]:
     for function in functions:
-        if function.__name__ == "__init__":
-            continue
-        for operation, name, line in _uses(function.__code__):
-            if name in wanted and operation in _STORES:
-                return line
-            if name in wanted and used is None:
-                used = line
-    return used
+        if function.__name__ != "__init__":
+            yield from _uses(function.__code__)
 
 
 def _uses(code: CodeType) -> Iterator[tuple[str, str, str]]:
+    """Operations of the bytecode on names, with their lines."""
     file, number = os.path.abspath(code.co_filename), code.co_firstlineno
     for instruction in dis.get_instructions(code):
         starts = instruction.starts_line
         # From Python 3.13 on `starts_line` is whether one starts here.
         at = getattr(instruction, "line_number", None) if isinstance(starts, bool) else starts
         number = at or number
-        if instruction.opname in _USES and isinstance(instruction.argval, str):
-            yield instruction.opname, instruction.argval, f"{file}:{number}"
+        # Several at once have a tuple of names.
+        for name in instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,):
+            if isinstance(name, str):
+                yield instruction.opname, name, f"{file}:{number}"
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _uses(const)
