@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import CLEAN, HAZARDS, WIDTH, Around, FromOutside, HiddenState, MoreOperatorsEachTime, hazard_line, training
+from hazards import (
+    CLEAN,
+    HAZARDS,
+    WIDTH,
+    Around,
+    FromOutside,
+    HiddenState,
+    MoreOperatorsEachTime,
+    hazard_line,
+    training,
+)
 from planned import MODELS, PLANNED_STEP, train
 from recording import Seen, record
 from torch import nn

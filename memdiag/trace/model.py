@@ -217,9 +217,9 @@ READS_VALUE, MOVES, HOOK, CHECKPOINT, FUNCTION, UNPACKS_TWICE = (
 """Kinds in ``region_facts``. The text of PROBED is empty: the call ran twice.
 
 It leaves changed: a BUFFER, an ATTRIBUTE of a module (``path.name``), a VARIABLE outside the function, something in an
-ARGUMENT (its name). It WRITES in place to what was there before (the text is the operator, or the parameter). Before backward,
-what it was given or has read is WRITTEN_LATER, an attribute or a variable is CHANGED_LATER. It draws random numbers:
-with PYTHON_RANDOM or NUMPY_RANDOM, with a GENERATOR of the script's own, or with the state of a device (RANDOM;
+ARGUMENT (its name). It WRITES in place to what was there before (the text is the operator, or the parameter). Before
+backward, what it was given or has read is WRITTEN_LATER, an attribute or a variable is CHANGED_LATER. It draws random
+numbers: with PYTHON_RANDOM or NUMPY_RANDOM, with a GENERATOR of its own, or with the state of a device (RANDOM;
 RANDOM_ELSEWHERE where no positional argument is on it). The second time it takes an OTHER_COURSE (the operator, and
 after ``|`` the one that ran at first), reads an OTHER_VALUE, or gets other results from the same operands (ROUNDING).
 It READS_VALUEs off tensors, MOVES tensors between devices, has in it a HOOK of the script's own, a CHECKPOINT, a custom

@@ -141,7 +141,7 @@ class Calls:
                 if name not in pictures:
                     pictures[name] = picture(value)
                 if name in then and then[name] != pictures[name]:
-                    where = self._where(name, owner or outermost, later=True)
+                    where = self._where(name, owner, outermost)
                     self.note_of(call.key, m.CHANGED_LATER, f"{name.kind} `{name.text}`", where)
         self._over.clear()
 
@@ -165,9 +165,11 @@ class Calls:
             for name, value in (*zip(_arguments(call.module, len(args)), args, strict=True), *kwargs.items()):
                 yield _Name(m.ARGUMENT, name), call.module, value
 
-    def _where(self, name: _Name, owner: nn.Module | None, later: bool = False) -> str | None:
-        """The line that changes something; with ``later``, the last that does."""
-        around = [*([] if owner is None else [owner]), *(call.module for call in reversed(self._open))]
+    def _where(self, name: _Name, owner: nn.Module | None, outermost: nn.Module | None = None) -> str | None:
+        """The line that changes something; where the outermost module is over, the last that does."""
+        later = outermost is not None
+        around = [module for module in (owner, *(call.module for call in reversed(self._open)), outermost)
+                  if module is not None]
         if name.kind == m.ARGUMENT:
             found = uses_of_local(name.text, (f for f in code_of(type(around[0])) if f.__name__ == "forward"))
         else:
