@@ -181,3 +181,18 @@ COMPARED_LINES = 12
 COMPARED_SHARE = 0.01
 """Share of the peak from which it matters to a comparison what one run has more: growth over its further steps, or a
 warm-up that stands above the later steps. As for UNKNOWN_SHARE, below it no conclusion would change."""
+
+PROBED_DEPTH = 4
+"""How far into containers and objects it is looked whether a module call changes them: the attribute, a cache in it,
+the layers of the cache, what each of them holds."""
+
+PROBED_ITEMS = 1_000
+"""Items up to which a container is looked at one by one; of a longer one only the length is compared. A log or a cache
+that a forward writes to grows, and a data set of a million items that a module knows would take seconds each time."""
+
+PROBED_OBJECTS = 2_000
+"""Containers and objects looked into for one attribute. A trainer that a module knows leads to tens of thousands; what
+a forward itself keeps is some tens."""
+
+PROBED_BYTES = 16 * 2**20
+"""Size up to which the values of a NumPy array that a module keeps are compared: a hundredth of a second each time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -178,19 +179,20 @@ class TestSecondForward:
 
     def test_a_forward_that_cannot_run_twice_is_said_and_harms_nothing(self) -> None:
         class Once(nn.Linear):
+            handles: ClassVar[list[str]] = []
+
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                again = torch.is_grad_enabled() and handles and handles.pop() == "last"
+                again = torch.is_grad_enabled() and Once.handles and Once.handles.pop() == "last"
                 if again:
                     raise ValueError("only once")
                 return super().forward(x)
 
-        handles: list[str] = []
         model, losses = Once(4, 4), []
 
         def loop() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for number in range(PLANNED_STEP + 1):
-                handles[:] = ["last"] if number == PLANNED_STEP else []
+                Once.handles[:] = ["last"] if number == PLANNED_STEP else []
                 losses.append(model(torch.ones(2, 4)).sum())
                 losses[-1].backward()
                 optimizer.step()

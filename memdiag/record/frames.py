@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Hashable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -57,6 +59,14 @@ def _is_compiled(file: str) -> bool:
 def is_users(file: str) -> bool:
     """Whether a file is neither torch's, nor the standard library's, nor an installed package's, nor ours."""
     return _rank_of(file) == _USER
+
+
+@functools.cache
+def holds_state(kind: Hashable) -> bool:
+    """Whether objects of a class may be looked into: it is the script's, or an installed package's."""
+    module = str(kind.__module__)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and _rank_of(file) != _HIDDEN)
 
 
 def user_line(frame: FrameType | None) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, time_ns
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -40,7 +40,10 @@ from memdiag.record.process.signals import SignalsWait
 from memdiag.record.reading.consume import Consumer
 from memdiag.record.reading.heap import Live
 from memdiag.record.reading.rows import Rows
-from memdiag.record.second import second_forward
+from memdiag.record.regions.calls import Fact
+from memdiag.record.regions.later import Later
+from memdiag.record.regions.probe import probe
+from memdiag.record.second import refuse, second_forward
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
@@ -106,6 +109,7 @@ class Recorder:
         self._undo: Callable[[], None] | None = None
         self._rehearsing = False
         self._rehearsed = 0  # forwards of the step that a plan is made from
+        self._later = Later(self._note_fact)
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
@@ -500,7 +504,8 @@ class Recorder:
         self._cut(reopen=False, look=False, midway=True)
         self._rehearsing = True
         try:
-            made = second_forward(module, args, kwargs)
+            probed = probe(module, args, kwargs, self._modules.names.of, refuse)
+            made = second_forward(module, args, kwargs, probed.disturbed)
         except Exception as error:  # the script's own call comes next, and is none of this
             self._say(f"what plans are made from: `{self._modules.names.of(module)}` cannot run a second time "
                       f"({type(error).__name__}: {error})")
@@ -511,7 +516,28 @@ class Recorder:
         step, devices = self._loop.steps.closed, self._consumer.heap.devices
         self._rows["second_forwards"].extend(
             (step, self._rehearsed, devices.index(one.device), one.bytes, one.died) for one in made)
+        for fact in probed.facts:
+            self._note_fact(self._rehearsed, fact)
+        self._later.forward_begins(self._rehearsed, probed.read)
+        self._modules.given, self._loop.backward_begins = self._later.given, self._forward_over
+        self._lines.called = self._called
         self._rehearsed += 1
+
+    def _note_fact(self, forward: int, fact: Fact) -> None:
+        """A row for something about a module call of the step that plans are made from."""
+        intern = self._rows.intern
+        self._rows["region_facts"].append((
+            self._loop.steps.closed, forward, intern(fact.module), fact.call, intern(fact.kind), intern(fact.text),
+            intern(fact.line)))
+
+    def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
+        """A torch function of the script's own, since a forward that ran aside as well."""
+        if not self._modules.depth:
+            self._later.called(function, args, kwargs, frame)
+
+    def _forward_over(self) -> None:
+        self._later.over()
+        self._lines.called = self._modules.given = None
 
     def _watch_autocast(self, original: Callable[[], None]) -> Callable[[], None]:
         def clear() -> None:
@@ -533,6 +559,7 @@ class Recorder:
             self._lines.resume()
 
     def _step_ended(self, end: StepEnd) -> None:
+        self._forward_over()
         end.host_rss = machine.host_rss()
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None

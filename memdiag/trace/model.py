@@ -124,6 +124,11 @@ SCHEMA: dict[str, dict[str, str]] = {
     # `died` is how many allocations of the forward came before each went (NONE: it was there at the end; CACHED:
     # autocast kept it).
     "second_forwards": {"step": "i8", "forward": "i4", "device": "i2", "bytes": "i8", "died": "i8"},
+    # What was seen of each module call of such a forward when it ran twice more, from the same state: `kind` is a word
+    # below, `call` counts the calls of the module in that forward, `line` is of the statement that it is about.
+    "region_facts": {
+        "step": "i8", "forward": "i4", "module": "i4", "call": "i4", "kind": "i4", "text": "i4", "line": "i4",
+    },
     # Of that step's nodes of backward: the event at which each had run. Its results are then made to fit (summed over
     # what was broadcast), and last it lets go of what it saved; what a checkpoint had made for it is gone before.
     "node_ends": {"span": "i8", "event": "i8"},
@@ -200,6 +205,29 @@ AUTOCAST_ENDED = "autocast ended"
 
 CACHED = -2
 """In ``second_forwards``: until its block of autocast ends."""
+
+PROBED = "probed"
+BUFFER, ATTRIBUTE, VARIABLE, ARGUMENT = "buffer", "attribute", "variable", "argument"
+WRITES, WRITTEN_LATER, CHANGED_LATER = "writes", "written later", "changed later"
+PYTHON_RANDOM, NUMPY_RANDOM, GENERATOR = "python random", "numpy random", "generator"
+RANDOM, RANDOM_ELSEWHERE = "random", "random elsewhere"
+OTHER_COURSE, OTHER_VALUE, ROUNDING = "other course", "other value", "rounding"
+READS_VALUE, MOVES, HOOK, CHECKPOINT, FUNCTION, UNPACKS_TWICE = (
+    "reads value", "moves", "hook", "checkpoint", "function", "unpacks twice")
+"""Kinds in ``region_facts``. The text of PROBED is empty: the call ran twice.
+
+It leaves changed: a BUFFER, an ATTRIBUTE of a module (``path.name``), a VARIABLE outside the function, something in an
+ARGUMENT (its name). It WRITES in place to what was there before (the text is the operator, or the parameter). Before
+backward, what it was given or has read is WRITTEN_LATER, an attribute or a variable is CHANGED_LATER. It draws random
+numbers: with PYTHON_RANDOM or NUMPY_RANDOM, with a GENERATOR of its own, or with the state of a device (RANDOM;
+RANDOM_ELSEWHERE where no positional argument is on it). The second time it takes an OTHER_COURSE (the operator, and
+after ``|`` the one that ran at first), reads an OTHER_VALUE, or gets other results from the same operands (ROUNDING).
+It READS_VALUEs off tensors, MOVES tensors between devices, has in it a HOOK of the script's own, a CHECKPOINT, a custom
+FUNCTION, one that UNPACKS_TWICE what it saved.
+"""
+
+CALL = "call "
+"""In ``region_facts``, before the path of a module that is called: in the place of an operator's name."""
 
 REPLAYED = "replayed"
 """The kind of a mark that tells of state which a recomputation wrote to: a buffer's name."""

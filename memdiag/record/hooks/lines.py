@@ -35,6 +35,7 @@ class Lines(TorchFunctionMode):
         self._installed = False
         self._open: list[list[Any]] = []  # of each call that goes on: its mark, and what the mark says
         self.quiet = False
+        self.called: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], None] | None = None  # before each
 
     @property
     def depth(self) -> int:
@@ -104,6 +105,8 @@ class Lines(TorchFunctionMode):
             frame = frame.f_back.f_back
         if not self._recording or self.quiet or func.__name__ in _NO_WORK:
             return _called_from(frame)(func, args, kwargs)
+        if self.called is not None:
+            self.called(func, args, kwargs, frame)
         entry = LINE, user_line(frame), torch.is_grad_enabled()
         call = [self._marks.range(entry), entry]
         self._open.append(call)

@@ -57,6 +57,7 @@ class Loop:
         self._marks, self._lines, self._active = marks, lines, active
         self._name_of, self._step_ended, self._note_stepping = name_of, step_ended, stepping
         self.steps = Steps()
+        self.backward_begins: Callable[[], None] = lambda: None
         self._backward = 0
         self._optimizer = 0
         self._stepped = False
@@ -116,6 +117,7 @@ class Loop:
             if not self._optimizer and self.steps.forward_begins():
                 self.mark_step_end(StepEnd())
             create_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph"))
+            self.backward_begins()
             self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)), create_graph)
             self._backward += 1
             switched = self._lines.on_inside()  # hooks, custom Functions and recomputation are Python code

@@ -31,6 +31,7 @@ class Modules:
         step_inputs: dtypes and shapes that went into the first outermost call of this step.
         rehearse: called with each outermost module that is called with gradients, and its arguments, before it runs;
             where it is set, the arguments of all calls are noted.
+        given: called then with the path of each module that is called, and the tensors that it is given.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Modules:
         self._calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._claimed: dict[int, int] = {}
         self.step_inputs: str | None = None
+        self.given: Callable[[str, Iterator[torch.Tensor]], None] | None = None
         self.rehearse: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def start(self) -> None:
@@ -118,6 +120,8 @@ class Modules:
             if outermost and grad:
                 self.rehearse(module, args, kwargs)
             arguments = _addresses((args, kwargs))
+            if self.given is not None:
+                self.given(self.names.of(module), tensors_in((args, kwargs)))
             del kwargs
         number = self._calls.get(module, 0)
         self._calls[module] = number + 1
@@ -191,10 +195,13 @@ class Modules:
         self._marks.instant(OUTPUTS, [storage[0] for storage in found if storage is not None])
 
 
+_OURS = __name__.partition(".")[0] + "."
+
+
 def other_global_hooks() -> bool:
     """Whether there are hooks on all modules besides ours."""
     return any(
-        not isinstance(getattr(hook, "__self__", None), Modules)
+        not type(getattr(hook, "__self__", None)).__module__.startswith(_OURS)
         for hooks in (
             torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
             torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
