@@ -166,6 +166,9 @@ block of twelve does."""
 PLAN_STEP = 0.001
 """Share of the peak to which the smallest one is looked for: a tenth of what the noise of a batch's size is."""
 
+PLAN_REASONS = 6
+"""Unsafe modules in the text report of plans: the first few say what is the matter, and JSON has all."""
+
 PLAN_GAINS = 8
 """Modules whose own gain a report of plans shows: with the table of plans it stays on one screen, and JSON has all."""
 

@@ -111,6 +111,20 @@ class TestPlan:
         assert found["plans"][found["chosen"]]["predicted"]["peak_bytes"] == min(
             plan["predicted"]["peak_bytes"] for plan in found["plans"])
 
+    def test_what_is_not_safe_to_run_twice_is_in_no_plan(self, tmp_path: Path) -> None:
+        # GIVEN layers of which one in two moves statistics, with the line that calls it
+        (tmp_path / "train.py").write_text(SCRIPT.replace("nn.GELU()", "nn.BatchNorm1d(256), nn.GELU()"))
+        done = memdiag(tmp_path, "profile", "--plan", "-o", "run.mdiag", "train.py")
+        assert "Not safe to run twice" in done.stderr
+        found = json.loads(memdiag(tmp_path, "plan", "run.mdiag", "--minimum", "--json", "-").stdout)
+        safety = {row["module"]: row for row in found["safety"]}
+        unsafe = {module for module, row in safety.items() if row["verdict"] == "unsafe"}
+        assert {"0.1", "3.1", "0", "3"} <= unsafe
+        assert unsafe.isdisjoint(f"{block}.{part}" for block in range(4) for part in (0, 2, 3))
+        assert "running_mean" in " ".join(reason["text"] for reason in safety["0.1"]["reasons"])
+        regions = [region for plan in found["plans"] for region in plan["regions"]]
+        assert unsafe.isdisjoint(path for region in regions for path in region["modules"])
+
     @pytest.mark.parametrize(("arguments", "said"), [
         (("run.mdiag", "--budget", "24G"), "'24G' is not a size"),
         (("run.mdiag", "--budget", "1GiB", "--minimum"), "choose different plans"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from memdiag.errors import MemdiagError
 from memdiag.plan.regions import Candidate, candidates
+from memdiag.plan.safety import Safety, Verdict, verdicts
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
 from memdiag.trace import Kind, Level, Role
@@ -56,8 +57,10 @@ class Planning:
         options: the usual ones by name, then the frontier, highest peak first.
         chosen: index among these: with a budget the cheapest that fits (None: none does); asked for the smallest, that;
             else the one with the least peak × step time of the frontier.
-        gains: of each candidate by itself, largest first: bytes by which the peak falls, and the plan.
+        gains: of each candidate by itself, largest first: bytes by which the peak falls (rises, where negative), and
+            the plan.
         floor: where no plan fits the budget.
+        safety: of each module that was called; unsafe ones are in no plan.
     """
 
     step: Step
@@ -67,6 +70,7 @@ class Planning:
     chosen: int | None
     gains: list[tuple[int, Plan]]
     floor: Floor | None
+    safety: dict[str, Verdict]
 
 
 def plans(run: View, budget: int | None = None, smallest: bool = False) -> Planning:
@@ -84,11 +88,16 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
     again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= step.first) & (spans["end_event"] <= step.last)
     if again.any():
         raise MemdiagError("the script has checkpoints already: plans on top of them are not made yet")
-    among = candidates(step)
+    safety = verdicts(run.trace)
+    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE}
+    everything = candidates(step)
+    among = [one for one in everything if one.path not in unsafe]
     search = Search(step, among)
     lowest = search.smallest()
     usual = {"none": search.plan([])}
-    blocks = _blocks(among)
+    blocks = _blocks(everything)
+    if any(block.path in unsafe for block in blocks):
+        blocks = []  # some of them alone are no usual plan
     for every, name in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
         if len(blocks) > every:
             usual[name] = search.plan(blocks[::every])
@@ -103,7 +112,7 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
     gains.sort(key=lambda gain: (-gain[0], gain[1].again_ns))
     return Planning(
         step, _phase(run, step, usual["none"]), budget, options, chosen, gains,
-        _floor(run, lowest) if budget is not None and chosen is None else None)
+        _floor(run, lowest) if budget is not None and chosen is None else None, safety)
 
 
 def _choose(

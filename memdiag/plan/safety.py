@@ -11,6 +11,7 @@ import numpy as np
 from memdiag.trace import Kind, Trace
 from memdiag.trace import model as m
 from memdiag.trace.model import GRAD_ON
+from memdiag.trace.places import relative
 
 
 class Safety(Enum):
@@ -82,7 +83,7 @@ def verdicts(trace: Trace) -> dict[str, Verdict]:
     found: dict[str, set[tuple[str, str, str | None]]] = {path: set() for path in _called(trace)}
     for module, kind, text, line in zip(facts["module"], facts["kind"], facts["text"], facts["line"], strict=True):
         about = found.setdefault(trace.text[module], set())
-        about.add((trace.text[kind], trace.string(text) or "", trace.string(line)))
+        about.add((trace.text[kind], trace.string(text) or "", relative(trace, trace.string(line))))
     return {path: _verdict(path, about) for path, about in sorted(found.items())}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memdiag.plan import Option, Planning
-from memdiag.policy import PLAN_GAINS
+from memdiag.plan import Option, Planning, Reason, Safety
+from memdiag.policy import PLAN_GAINS, PLAN_REASONS
 from memdiag.report.json import SCHEMA_VERSION
 from memdiag.report.layout import facts, paragraph, share, table, words
 from memdiag.report.names import fold
@@ -20,7 +20,7 @@ def render_plans(planning: Planning, name: str) -> str:
         name: of the script.
     """
     return "\n".join("\n".join(lines) + "\n" for lines in (
-        _head(planning, name), _table(planning), _gains(planning), _chosen(planning)) if lines)
+        _head(planning, name), _table(planning), _gains(planning), _unsafe(planning), _chosen(planning)) if lines)
 
 
 def _head(planning: Planning, name: str) -> list[str]:
@@ -55,11 +55,30 @@ def _modules(option: Option) -> str:
 
 def _gains(planning: Planning) -> list[str]:
     rows = []
-    for gain, plan in planning.gains[:PLAN_GAINS]:
+    for gain, plan in [(gain, plan) for gain, plan in planning.gains if gain > 0][:PLAN_GAINS]:
         more = plan.again_ns / planning.step.work_ns
         rows.append([format_bytes(gain), f"{more:.1%}".replace("%", " %"), plan.chosen[0].path])
     title = "What one module alone would do"
     return [title, *table(["peak lower by", "longer", "checkpoint"], rows, "rrl")] if rows else []
+
+
+def _unsafe(planning: Planning) -> list[str]:
+    """Modules that are in no plan, where they would do something else when they run twice."""
+    why: dict[tuple[Reason, ...], list[str]] = {}
+    for path, verdict in planning.safety.items():
+        if verdict.safety is Safety.UNSAFE:
+            why.setdefault(verdict.reasons, []).append(path)
+    if not why:
+        return []
+    lines = ["Not safe to run twice, and in no plan"]
+    for reasons, paths in list(why.items())[:PLAN_REASONS]:
+        folded, first = fold(paths), reasons[0]
+        names = ", ".join(dict.fromkeys(folded[path] for path in paths))
+        more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        where = f" ({first.line})" if first.line else ""
+        lines += paragraph(f"{names}: {first.text}{where}{more}", "- ")
+    rest = sum(len(paths) for paths in list(why.values())[PLAN_REASONS:])
+    return lines + (paragraph(f"and {rest} more modules, in the JSON") if rest else [])
 
 
 def _chosen(planning: Planning) -> list[str]:
@@ -70,6 +89,8 @@ def _chosen(planning: Planning) -> list[str]:
             f"The lowest peak that was found is {format_bytes(planning.floor.bytes)}, "
             f"{format_bytes(planning.floor.bytes - planning.budget)} above the budget. Most of it is {largest}.")]
     assert planning.chosen is not None
+    if not planning.options[planning.chosen].plan.chosen:
+        return ["No checkpoint is needed" if planning.budget is not None else "No checkpoint would pay"]
     option = planning.options[planning.chosen]
     bare = planning.options[0].plan.peak.bytes
     lines = ["Chosen", *facts({
@@ -97,7 +118,10 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
         "floor": None if planning.floor is None else {
             "bytes": planning.floor.bytes,
             "holders": [{"what": what, "bytes": size} for what, size in planning.floor.holders]},
-        "safety": [],
+        "safety": [
+            {"module": path, "verdict": verdict.safety.value, "with": list(verdict.conditions),
+             "reasons": [{"text": reason.text, "line": reason.line} for reason in verdict.reasons]}
+            for path, verdict in planning.safety.items()],
     }, indent=2, ensure_ascii=False)
 
 
