@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memdiag.apply import checkpointed
+from memdiag.apply import apply_plan
 
 WIDTH = 8
 Tensor = torch.Tensor
@@ -540,7 +540,7 @@ def training(make: Callable[[], Around], steps: int, region: bool = False) -> li
     np.random.seed(1)
     model = make()
     if region:
-        checkpointed(model.part)
+        apply_plan(model, ["part"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     found: list[Any] = []
     for _ in range(steps):
