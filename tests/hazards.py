@@ -488,6 +488,22 @@ class CheckpointInside(Around):
         super().__init__(self.Inside())
 
 
+class CatchesAnError(Around):
+    class Inside(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.wide(x)
+            except RuntimeError:
+                return self.inside(x).sin()
+
+    def __init__(self) -> None:
+        super().__init__(self.Inside())
+
+
 class AfterNoise(Around):
     """What comes before it is not the same twice; it is."""
 
@@ -512,6 +528,7 @@ CLEAN: dict[str, Callable[[], Around]] = {
     "no gradients": WithoutGradients, "in place on its own": WritesToItsOwn, "state that stays": KnowsALot,
     "values": ReadsValues, "checkpoint inside": CheckpointInside, "weight norm": lambda: Clean(_normed()),
     "old weight norm": lambda: Clean(_old_normed()), "after noise": AfterNoise,
+    "caught error": CatchesAnError,
     "in-place activation": lambda: Clean(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
     "instance norm": lambda: Clean(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2),
                                    nn.Flatten()),

@@ -112,7 +112,8 @@ def _verdict(path: str, about: set[tuple[str, str, str | None]]) -> Verdict:
 
 def _course(text: str) -> str:
     """What it did the second time, and at first."""
-    now, _, then = (part.replace(m.CALL, "the call of ") for part in text.partition("|"))
+    now, _, then = ("a save for backward" if part == m.SAVE else part.replace(m.CALL, "the call of ")
+                    for part in text.partition("|"))
     if not now:
         return f"did not come to {then} when it ran again from the same state"
     if not then:

@@ -217,7 +217,7 @@ READS_VALUE, MOVES, HOOK, CHECKPOINT, FUNCTION, UNPACKS_TWICE = (
 """Kinds in ``region_facts``. The text of PROBED is empty: the call ran twice.
 
 It leaves changed: a BUFFER, an ATTRIBUTE of a module (``path.name``), a VARIABLE outside the function, something in an
-ARGUMENT (its name). It WRITES in place to what was there before (the text is the operator, or the parameter). Before
+ARGUMENT (its name). It WRITES in place to what was there before (the operator, and which parameter). Before
 backward, what it was given or has read is WRITTEN_LATER, an attribute or a variable is CHANGED_LATER. It draws random
 numbers: with PYTHON_RANDOM or NUMPY_RANDOM, with a GENERATOR of its own, or with the state of a device (RANDOM;
 RANDOM_ELSEWHERE where no positional argument is on it). The second time it takes an OTHER_COURSE (the operator, and
@@ -226,8 +226,9 @@ It READS_VALUEs off tensors, MOVES tensors between devices, has in it a HOOK of 
 FUNCTION, one that UNPACKS_TWICE what it saved.
 """
 
-CALL = "call "
-"""In ``region_facts``, before the path of a module that is called: in the place of an operator's name."""
+CALL, SAVE = "call ", "save"
+"""In ``region_facts``, in the place of an operator's name: before the path of a module that is called, and for a tensor
+that autograd saves."""
 
 REPLAYED = "replayed"
 """The kind of a mark that tells of state which a recomputation wrote to: a buffer's name."""

@@ -111,10 +111,14 @@ class Calls:
         self._open.append(call)
         return key
 
+    def unwind(self, module: nn.Module) -> None:
+        """Forgets calls inside one of a module that an exception ended, which the script has caught."""
+        while self._open[-1].module is not module:
+            self._open.pop()
+
     def ends(self, module: nn.Module) -> tuple[Key, set[int]]:
-        """Key of the innermost call, and addresses of what it would need again."""
+        """The innermost call ends: its key, and addresses of what it would need again."""
         call = self._open[-1]
-        assert call.module is module
         now, owners = {}, dict(call.owners)
         for name, owner, value in self._state(call):
             now[name] = picture(value)

@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.busy = True
         try:
             reads = (self._read(tensor, ""),)
-            self._step(Op("saved", (_told(tensor),), reads, ()), [tensor], [], lambda: user_line(frame))
+            self._step(Op(m.SAVE, (_told(tensor),), reads, ()), [tensor], [], lambda: user_line(frame))
         finally:
             self.busy = False
 
@@ -249,7 +249,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if owner is not None and owner[1]:
             self._calls.note(m.BUFFER, owner[0], line())
         elif name != _LIFTED:
-            self._calls.note(m.WRITES, name if owner is None else owner[0], line(), since=born)
+            self._calls.note(m.WRITES, name if owner is None else f"{name}, on `{owner[0]}`,", line(), since=born)
         for key in self._readers.get(address, ()):
             self._calls.note_of(key, m.WRITTEN_LATER, name, line())
         if born < 0 and address not in self.written:

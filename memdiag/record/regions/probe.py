@@ -137,6 +137,7 @@ class _Hooks:
             return
         self._watch.busy = True
         try:
+            self._calls.unwind(module)
             self._watch.ends()
             self._watch.over(*self._calls.ends(module))
         finally:
