@@ -91,7 +91,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--json", "json_file", metavar="FILE", help="Also write the report as JSON; - is standard output.")
 @click.option(
     "--plan", "make_plan", is_flag=True,
-    help="Also say where activation checkpoints would pay. The third step's forward runs once more for it.")
+    help="Also say where activation checkpoints would pay. The third step's forward runs four times for it.")
 @click.option("--steps", metavar="A:B", callback=_steps, help="Full detail only for steps A to B-1, counted from 0.")
 @click.option("--stop-after", metavar="N", type=click.IntRange(min=1), help="End the script when N steps have ended.")
 @click.option(

@@ -498,7 +498,8 @@ class Recorder:
             self._modules.resume()
 
     def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs the forward that is about to begin once more, aside from the stream."""
+        """Runs the forward that is about to begin, aside from the stream: to see whether it does the same each time, and
+        when Python lets go of what it makes."""
         if self._level is not Level.FULL or not self._may_cut():
             return
         self._cut(reopen=False, look=False, midway=True)
@@ -513,9 +514,9 @@ class Recorder:
         finally:
             self._rehearsing = False
             self._open(Level.FULL)
-        step, devices = self._loop.steps.closed, self._consumer.heap.devices
+        step, number = self._loop.steps.closed, self._consumer.heap.device_number
         self._rows["second_forwards"].extend(
-            (step, self._rehearsed, devices.index(one.device), one.bytes, one.died) for one in made)
+            (step, self._rehearsed, number(one.device), one.bytes, one.died) for one in made)
         for fact in probed.facts:
             self._note_fact(self._rehearsed, fact)
         self._later.forward_begins(self._rehearsed, probed.read)

@@ -332,8 +332,9 @@ class Consumer:
                 self._rows.intern(call.line), call.call, NONE, NONE,
                 GRAD_ON * call.grad | RECOMPUTE * call.recompute, NONE,
             ]
-            given = {live.id for address in call.arguments if (live := self.heap.find(address)) is not None}
-            self._rows["arguments"].extend((call.row[0], allocation) for allocation in sorted(given - {NONE}))
+            if call.arguments:
+                given = {live.id for address in call.arguments if (live := self.heap.find(address)) is not None}
+                self._rows["arguments"].extend((call.row[0], allocation) for allocation in sorted(given - {NONE}))
         row = call.row
         end_ns = event.end_time_ns
 

@@ -165,7 +165,7 @@ class Heap:
     def _comes(
         self, address: int, size: int, device: str, pool: Pool, time_ns: int, step: int, birth: Birth
     ) -> Live:
-        index = self._device(device)
+        index = self.device_number(device)
         live = self._at[address] = Live(NONE, size, index, pool, time_ns, step, birth)
         if pool is Pool.ALLOCATOR:
             now = self._live[index] = self._live[index] + size
@@ -173,7 +173,8 @@ class Heap:
                 self.peak_bytes = now
         return live
 
-    def _device(self, name: str) -> int:
+    def device_number(self, name: str) -> int:
+        """The index of a device among those of the trace."""
         index = self._index.get(name)
         if index is None:
             index = self._index[name] = len(self.devices)
@@ -251,7 +252,7 @@ class Heap:
         if self._failed is None:
             self._failed = iter(self._failed_requests())
         request = next(self._failed, UNKNOWN)
-        device = NONE if request.device is None else self._device(request.device)
+        device = NONE if request.device is None else self.device_number(request.device)
         self._rows["out_of_memory"].append((
             self.next_event, time_ns, device, request.bytes, NONE if device == NONE else self._live[device],
             request.reserved, step, phase, birth.span, birth.line, birth.kernel, caller))
