@@ -223,6 +223,12 @@ class TestSecondForward:
             planned_step(View(seen.trace))
 
 
+def test_what_a_function_has_captured_is_kept_with_it() -> None:
+    step, before = recorded("mixture", False)
+    plan = ["experts.0.2", "experts.1.0", "experts.1.1", "experts.1.2"]  # each is given a function that has a tensor
+    assert peak_under(step, regions(step, plan)).bytes - before == applied_peak("mixture", plan, False)
+
+
 def test_calls_have_their_arguments() -> None:
     step, _ = recorded("encoder-decoder", False)
     calls: dict[str, Call] = {call.path: call for call in step.calls}

@@ -498,8 +498,8 @@ class Recorder:
             self._modules.resume()
 
     def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs the forward that is about to begin, aside from the stream: to see whether it does the same each time, and
-        when Python lets go of what it makes."""
+        """Runs the forward that is about to begin, aside from the stream: to see whether it does the same each time,
+        and when Python lets go of what it makes."""
         if self._level is not Level.FULL or not self._may_cut():
             return
         self._cut(reopen=False, look=False, midway=True)

@@ -6,8 +6,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from time import time_ns
-from types import FrameType
+from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from memdiag.record.facts import ModuleCall, claim, plain, storage_of
-from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
+from memdiag.record.frames import forward_is_torchs, holds_state, in_torch, locals_of, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.marks import CLAIM, MODULE, OUTPUTS, Marks
 from memdiag.record.patch import replaced
@@ -208,10 +209,43 @@ def other_global_hooks() -> bool:
         for hook in hooks.values())
 
 
+_DEEP = 4  # steps from an argument to a tensor: an object, its list, a function in that, what the function captured
+
+
 @plain
 def _addresses(things: Any) -> tuple[int, ...]:
-    found = [storage_of(tensor) for tensor in tensors_in(things)]
+    """Storages that live as long as arguments are kept."""
+    found = [storage_of(tensor) for tensor in _kept_with(things, _DEEP, set())]
     return tuple(storage[0] for storage in found if storage is not None)
+
+
+def _kept_with(thing: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors in a thing, in what functions have captured, and in attributes of objects; not those of modules."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    if deep < 0 or id(thing) in seen or isinstance(thing, (torch.Tensor, nn.Module, str, bytes, int, float, type)):
+        return
+    seen.add(id(thing))
+    kind: Any = type(thing)
+    inside: list[Any] = []
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        inside += thing
+        deep += 1  # a container is no step of its own
+    elif isinstance(thing, dict):
+        inside += thing.values()
+        deep += 1
+    elif isinstance(thing, FunctionType):
+        inside += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+        inside += thing.__defaults__ or ()
+        inside += (thing.__kwdefaults__ or {}).values()
+    elif isinstance(thing, MethodType):
+        inside += (thing.__self__, thing.__func__)
+    elif isinstance(thing, partial):
+        inside += (thing.func, thing.args, thing.keywords)
+    elif holds_state(kind):
+        inside += getattr(thing, "__dict__", {}).values()
+    for one in inside:
+        yield from _kept_with(one, deep - 1, seen)
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Role]]:
