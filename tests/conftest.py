@@ -19,6 +19,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So is what the tests of a file have imported as they ran, such as compilers, once they are through."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def folder_in(variable: str) -> Path:
     name = os.environ.get(variable)
     if not name:

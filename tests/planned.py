@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,15 @@ from torch import nn
 
 from memdiag.apply import Plan, apply_plan
 
+T = TypeVar("T")
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 PLANNED_STEP = 2
 """The step that is compared: the optimizer has its state, and there is one more step before."""
+
+
+def sample(everything: Sequence[T]) -> Sequence[T]:
+    """Every third, or all with ``MEMDIAG_VARIATIONS=all``."""
+    return everything if os.environ.get("MEMDIAG_VARIATIONS") == "all" else everything[::3]
 
 
 class Norm(nn.Module):

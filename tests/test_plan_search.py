@@ -44,7 +44,7 @@ def spent(plan: Sequence[Candidate]) -> int:
 class TestWithin:
     @pytest.mark.parametrize("name", PARTS)
     @given(data=st.data())
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     def test_it_fits_and_no_plan_is_cheaper(self, name: str, data: st.DataObject) -> None:
         # GIVEN a recorded step, any times for its parts, and any budget
         step, _ = recorded(name, False)
