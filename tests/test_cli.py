@@ -317,7 +317,7 @@ def test_options_reach_the_recorder(folder: Path) -> None:
     done = profile("--steps", "3:", "--stop-after", "9", "--max-events", "0", "-o", "a.mdiag", "train.py", cwd=folder)
     assert done.returncode == 0
     told = facts(folder / "a.mdiag")["options"]
-    assert told == "Options(max_events=0, steps=(3, None), stop_after=9, progress=False)"
+    assert told == "Options(max_events=0, steps=(3, None), stop_after=9, plan_step=None, progress=False)"
     assert profile("--steps", ":4", "-o", "b.mdiag", "train.py", cwd=folder).returncode == 0
     assert "max_events=2000000, steps=(None, 4), stop_after=None" in str(facts(folder / "b.mdiag")["options"])
 
