@@ -17,10 +17,12 @@ from planned import MODELS, PLANNED_STEP, random_plan, sample, train
 from recording import Seen, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traces import TraceBuilder
 
 from memdiag.errors import MemdiagError
 from memdiag.plan.replay import Region, peak_under
 from memdiag.plan.step import Call, Step, planned_step
+from memdiag.trace import Phase
 from memdiag.trace.view import View
 
 KINDS = [(name, autocast) for name in MODELS for autocast in (False, True)
@@ -90,6 +92,14 @@ class TestPeak:
         step, before = recorded("gpt", False)
         whole = [Region((call,)) for call in step.calls if call.outermost]
         assert peak_under(step, whole).bytes - before == applied_peak("gpt", [""], False)
+
+    def test_a_peak_between_two_frees_has_a_phase(self) -> None:
+        # GIVEN a run of which the phase of each moment is wanted: what a checkpoint adds may come after a free
+        run = TraceBuilder()
+        with run.step(), run.phase(Phase.FORWARD):
+            run.free(run.allocate(8), run.allocate(8))
+        view = View(run.build())
+        assert [view.phase_of(event) for event in range(4)] == ["forward"] * 4
 
     def test_a_region_that_saves_nothing_changes_nothing(self) -> None:
         step, _ = recorded("resnet", False)

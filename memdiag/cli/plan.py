@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def _plan(run: Path, budget: int | None, minimum: bool, json_file: str | None, f
 
     trace = load(run)
     planning = plans(View(trace), budget, minimum)
-    name = os.path.basename(str(trace.about.get("script") or "this run"))
     show_or_write(
-        lambda: render_plans(planning, name), lambda: plans_to_json(planning, trace.about), json_file, destination)
+        lambda: render_plans(planning, trace.about), lambda: plans_to_json(planning, trace.about), json_file,
+        destination)
     return 0

@@ -217,8 +217,7 @@ def _report(outputs: Outputs) -> None:
                 from memdiag.report.plans import render_plans
                 from memdiag.trace.view import View
 
-                name = os.path.basename(str(trace.about.get("script") or "this run"))
-                outputs.say("\n" + render_plans(plans(View(trace)), name))
+                outputs.say("\n" + render_plans(plans(View(trace)), trace.about))
         if outputs.json == "-":
             # Past the script's buffer: what cannot be written now must not fail again when the interpreter ends.
             with failed("the JSON"), open(os.dup(_descriptor(outputs.stdout)), "w", encoding="utf-8") as stdout:

@@ -1,4 +1,4 @@
-"""What was alive at a moment, by role and by the place in the code where it was born."""
+"""What was alive at a moment, by the place in the code where it was born."""
 
 from __future__ import annotations
 
@@ -7,27 +7,14 @@ from collections import defaultdict
 import numpy as np
 
 from memdiag.diagnose.model import Ints
-from memdiag.trace import NONE, Role
+from memdiag.trace import NONE
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
 
-def alive_after(view: View, event: int) -> Ints:
-    """The allocations of the view's device that are alive after an event; before the first one for NONE."""
-    return np.flatnonzero(view.mine & (view.life.born <= event) & (view.life.died > event))
-
-
-def by_role(view: View, event: int) -> dict[Role, int]:
-    """Bytes of every role, those with none included; they sum to what is alive."""
-    alive = alive_after(view, event)
-    role = view.roles.of(alive, np.full(len(alive), event, dtype=np.int64))
-    size = view.trace["allocations"]["bytes"][alive]
-    return {which: int(size[role == which].sum()) for which in Role}
-
-
 def by_place(view: View, event: int) -> dict[Place, int]:
     """Bytes by the module, operator and line of birth, largest first; they sum to what is alive."""
-    trace, alive = view.trace, alive_after(view, event)
+    trace, alive = view.trace, view.alive_after(event)
     key = _with_lines(view, alive)
     if view.run is not view:  # what was born in full steps is known there
         rows = view.rows_in_run[alive]

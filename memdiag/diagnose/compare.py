@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from memdiag.diagnose.alive import by_place, by_role
+from memdiag.diagnose.alive import by_place
 from memdiag.diagnose.growth import growing
 from memdiag.policy import COMPARED_SHARE
 from memdiag.trace import NONE, Role
@@ -157,7 +157,7 @@ def _side(view: View) -> Side:
     places = None
     if at is not None:
         step, phase, place = at.where(moment.event)
-        roles, places = by_role(at, moment.event), by_place(at, moment.event)
+        roles, places = at.by_role(moment.event), by_place(at, moment.event)
     about = {name: value for name, value in trace.about.items() if name != "not_seen"}
     return Side(
         about, view.device, moment.bytes, step, phase, place, _is_cold(view, moment.bytes), at is not view, roles,

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from memdiag.diagnose.alive import by_place, by_role
+from memdiag.diagnose.alive import by_place
 from memdiag.diagnose.evidence import Evidence
 from memdiag.diagnose.model import Advice, Earlier, Ints, Mask, Oom
 from memdiag.diagnose.rules import RULES
@@ -57,7 +57,7 @@ def out_of_memory(run: View) -> tuple[Oom | None, Failure | None]:
         outside_pytorch_bytes=outside,
         largest_hole_bytes=None,
         remedies=[] if found is None else _remedies(found, requested, place),
-        roles=None if at is None else {role.label: size for role, size in by_role(at, event).items()},
+        roles=None if at is None else {role.label: size for role, size in at.by_role(event).items()},
         places=None if at is None else by_place(at, event),
         earlier=None if row == NONE else _earlier(run, last, row),
         failures=len(table["event"]),

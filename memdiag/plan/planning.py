@@ -140,8 +140,7 @@ def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
 def _phase(run: View, step: Step, plan: Plan) -> str | None:
     if plan.peak.region is not None:
         return "recompute"
-    _, phase, _ = run.where(min(max(plan.peak.event, step.first), step.last - 1))
-    return phase
+    return run.phase_of(min(max(plan.peak.event, step.first), step.last - 1))
 
 
 def _noise(run: View, plan: Plan) -> int | None:
@@ -159,11 +158,7 @@ def _noise(run: View, plan: Plan) -> int | None:
 
 
 def _floor(run: View, lowest: Plan) -> Floor:
-    event = lowest.peak.event
-    alive = np.flatnonzero(run.mine & (run.life.born <= event) & (run.life.died > event))
-    role = run.roles.of(alive, np.full(len(alive), event, dtype=np.int64))
-    size = run.trace["allocations"]["bytes"][alive]
-    holders = [(which.label, int(size[role == which].sum())) for which in Role if which not in _FREED]
-    holders = [(name, total) for name, total in holders if total]
+    holders = [(role.label, total) for role, total in run.by_role(lowest.peak.event).items()
+               if total and role not in _FREED]
     holders.append(("activations and temporaries", lowest.peak.bytes - sum(total for _, total in holders)))
     return Floor(lowest.peak.bytes, sorted(holders, key=lambda holder: -holder[1]))

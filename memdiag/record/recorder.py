@@ -6,15 +6,15 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, time_ns
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from memdiag import policy
 from memdiag.errors import MemdiagError
@@ -32,18 +32,14 @@ from memdiag.record.hooks.threads import Threads
 from memdiag.record.keepers.containers import Containers
 from memdiag.record.keepers.holders import Ends, Holder, walk, walk_from
 from memdiag.record.keepers.survivors import FIRST_LOOK, Survivors
-from memdiag.record.marks import AUTOCAST_END, WATCHED, Marks
+from memdiag.record.marks import WATCHED, Marks
 from memdiag.record.options import Options
-from memdiag.record.patch import replaced
 from memdiag.record.process import machine
 from memdiag.record.process.signals import SignalsWait
 from memdiag.record.reading.consume import Consumer
 from memdiag.record.reading.heap import Live
 from memdiag.record.reading.rows import Rows
-from memdiag.record.regions.calls import Fact
-from memdiag.record.regions.later import Later
-from memdiag.record.regions.probe import probe
-from memdiag.record.second import refuse, second_forward
+from memdiag.record.regions.rehearsal import Rehearsals
 from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
@@ -106,10 +102,8 @@ class Recorder:
         self._held: dict[int, tuple[str, str, str | None]] = {}  # the last row of an allocation that was looked at
         self._statements: set[str] = set()  # lines that the run file has from looks alone
         self._progress_shown = False
-        self._undo: Callable[[], None] | None = None
-        self._rehearsing = False
-        self._rehearsed = 0  # forwards of the step that a plan is made from
-        self._later = Later(self._note_fact)
+        self._is_aside = False  # a forward runs that is none of the run's
+        self._rehearsals: Rehearsals | None = None
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
@@ -143,7 +137,10 @@ class Recorder:
         self._loop.start()
         self._modules.start()
         if self._options.plan_step is not None:
-            self._undo = replaced(torch, "clear_autocast_cache", self._watch_autocast)
+            self._rehearsals = Rehearsals(
+                self._options.plan_step, self._rows, self._marks, self._modules, self._lines, self._loop,
+                self._consumer, self._active, self._aside, self._say)
+            self._rehearsals.start()
         self._begin_here()
         return self
 
@@ -230,8 +227,8 @@ class Recorder:
         self._loop.stop()
         self._others.stop()
         self._children.stop()
-        if self._undo is not None:
-            self._undo()
+        if self._rehearsals is not None:
+            self._rehearsals.stop()
 
     def _finish(self) -> None:
         self._on = False
@@ -243,7 +240,7 @@ class Recorder:
             **machine.settings(), **self._ending, "steps": self._loop.steps.closed,
             "events_read": self._consumer.events_read, "end_ns": time_ns(),
         }
-        if self._options.plan_step is not None:
+        if self._rehearsals is not None:
             facts["random_state_bytes"] = torch.get_rng_state().nbytes
 
         def write() -> None:
@@ -275,10 +272,10 @@ class Recorder:
     # --- the stream ---------------------------------------------------------------------------------------------
 
     def _active(self) -> bool:
-        return self._on and not self._rehearsing and self._threads.is_recorded()
+        return self._on and not self._is_aside and self._threads.is_recorded()
 
     def _elsewhere(self, grad: bool) -> None:
-        if not self._rehearsing:
+        if not self._is_aside:
             self._threads.elsewhere(grad)
 
     def _wanted_level(self) -> Level:
@@ -484,9 +481,8 @@ class Recorder:
         self._loop.forward_begins(grad)
         if self._saves.resting:
             self._watch_or_rest()  # the script's own hooks may have been in the way when the step began
-        planned = self._options.plan_step is not None and self._options.plan_step == self._loop.steps.closed
-        self._modules.rehearse = self._rehearse if planned else None
-        self._consumer.planned = planned
+        if self._rehearsals is not None:
+            self._rehearsals.forward_begins()
         # An evaluation has no steps: what it keeps is looked for when it has become longer than any before.
         self._evaluated = 0 if grad else self._evaluated + 1
         look = self._evaluated >= self._next_evaluation_look
@@ -497,56 +493,19 @@ class Recorder:
             self._cut(reopen=True, level=self._level, look=look)  # levels change where steps end
             self._modules.resume()
 
-    def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs the forward that is about to begin, aside from the stream: to see whether it does the same each time,
-        and when Python lets go of what it makes."""
+    @contextmanager
+    def _aside(self) -> Iterator[bool]:
+        """The stream is closed, and what happens is none of the run's; False where the stream cannot be cut."""
         if self._level is not Level.FULL or not self._may_cut():
+            yield False
             return
         self._cut(reopen=False, look=False, midway=True)
-        self._rehearsing = True
+        self._is_aside = True
         try:
-            probed = probe(module, args, kwargs, self._modules.names.of, refuse)
-            made = second_forward(module, args, kwargs, probed.disturbed)
-        except Exception as error:  # the script's own call comes next, and is none of this
-            self._say(f"what plans are made from: `{self._modules.names.of(module)}` cannot run a second time "
-                      f"({type(error).__name__}: {error})")
-            return
+            yield True
         finally:
-            self._rehearsing = False
+            self._is_aside = False
             self._open(Level.FULL)
-        step, number = self._loop.steps.closed, self._consumer.heap.device_number
-        self._rows["second_forwards"].extend(
-            (step, self._rehearsed, number(one.device), one.bytes, one.died) for one in made)
-        for fact in probed.facts:
-            self._note_fact(self._rehearsed, fact)
-        self._later.forward_begins(self._rehearsed, probed.read)
-        self._modules.given, self._loop.backward_begins = self._later.given, self._forward_over
-        self._lines.called = self._called
-        self._rehearsed += 1
-
-    def _note_fact(self, forward: int, fact: Fact) -> None:
-        """A row for something about a module call of the step that plans are made from."""
-        intern = self._rows.intern
-        self._rows["region_facts"].append((
-            self._loop.steps.closed, forward, intern(fact.module), fact.call, intern(fact.kind), intern(fact.text),
-            intern(fact.line)))
-
-    def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
-        """A torch function of the script's own, since a forward that ran aside as well."""
-        if not self._modules.depth:
-            self._later.called(function, args, kwargs, frame)
-
-    def _forward_over(self) -> None:
-        self._later.over()
-        self._lines.called = self._modules.given = None
-
-    def _watch_autocast(self, original: Callable[[], None]) -> Callable[[], None]:
-        def clear() -> None:
-            if self._active():
-                self._marks.instant(AUTOCAST_END)
-            original()
-
-        return clear
 
     def _transform_begins(self) -> None:
         """torch.func is at work: from here on, no shapes."""
@@ -560,7 +519,8 @@ class Recorder:
             self._lines.resume()
 
     def _step_ended(self, end: StepEnd) -> None:
-        self._forward_over()
+        if self._rehearsals is not None:
+            self._rehearsals.forward_over()
         end.host_rss = machine.host_rss()
         end.device_stats = machine.device_stats()
         end.input_shapes, self._modules.step_inputs = self._modules.step_inputs, None

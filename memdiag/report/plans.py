@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from memdiag.plan import Option, Planning, Reason, Safety
@@ -13,12 +14,13 @@ from memdiag.report.names import fold
 from memdiag.units import format_bytes
 
 
-def render_plans(planning: Planning, name: str) -> str:
+def render_plans(planning: Planning, about: dict[str, Any]) -> str:
     """Plans side by side, what single modules would do, and the one that is chosen.
 
     Args:
-        name: of the script.
+        about: facts of the run.
     """
+    name = os.path.basename(str(about.get("script") or "this run"))
     return "\n".join("\n".join(lines) + "\n" for lines in (
         _head(planning, name), _table(planning), _gains(planning), _unsafe(planning), _chosen(planning)) if lines)
 
@@ -45,19 +47,22 @@ def _table(planning: Planning) -> list[str]:
 
 
 def _time(planning: Planning, option: Option) -> str:
-    return f"{option.plan.again_ns / planning.step.work_ns:.1%}".replace("%", " %")
+    return share(option.plan.again_ns, planning.step.work_ns)
 
 
 def _modules(option: Option) -> str:
-    paths = [one.path for one in option.plan.chosen]
-    return ", ".join(dict.fromkeys(fold(paths)[path] for path in paths)) or "none"
+    return _folded([one.path for one in option.plan.chosen]) or "none"
+
+
+def _folded(paths: list[str]) -> str:
+    names = fold(paths)
+    return ", ".join(dict.fromkeys(names[path] for path in paths))
 
 
 def _gains(planning: Planning) -> list[str]:
     rows = []
     for gain, plan in [(gain, plan) for gain, plan in planning.gains if gain > 0][:PLAN_GAINS]:
-        more = plan.again_ns / planning.step.work_ns
-        rows.append([format_bytes(gain), f"{more:.1%}".replace("%", " %"), plan.chosen[0].path])
+        rows.append([format_bytes(gain), share(plan.again_ns, planning.step.work_ns), plan.chosen[0].path])
     title = "What one module alone would do"
     return [title, *table(["peak lower by", "longer", "checkpoint"], rows, "rrl")] if rows else []
 
@@ -72,11 +77,10 @@ def _unsafe(planning: Planning) -> list[str]:
         return []
     lines = ["Not safe to run twice, and in no plan"]
     for reasons, paths in list(why.items())[:PLAN_REASONS]:
-        folded, first = fold(paths), reasons[0]
-        names = ", ".join(dict.fromkeys(folded[path] for path in paths))
+        first = reasons[0]
         more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
         where = f" ({first.line})" if first.line else ""
-        lines += paragraph(f"{names}: {first.text}{where}{more}", "- ")
+        lines += paragraph(f"{_folded(paths)}: {first.text}{where}{more}", "- ")
     rest = sum(len(paths) for paths in list(why.values())[PLAN_REASONS:])
     return lines + (paragraph(f"and {rest} more modules, in the JSON") if rest else [])
 
@@ -93,16 +97,15 @@ def _chosen(planning: Planning) -> list[str]:
         return ["No checkpoint is needed" if planning.budget is not None else "No checkpoint would pay"]
     option = planning.options[planning.chosen]
     bare = planning.options[0].plan.peak.bytes
-    lines = ["Chosen", *facts({
+    return ["Chosen", *facts({
         "checkpoints": _modules(option),
         "peak": f"{format_bytes(option.plan.peak.bytes)}, {format_bytes(bare - option.plan.peak.bytes)} less"
         + (f", in {option.phase}" if option.phase else ""),
         "longer": _time(planning, option) + " of the step, by the time that these forwards took"
         + ("" if option.noise_ns is None else
-           f"; from step to step that differed by {option.noise_ns / planning.step.work_ns:.1%}".replace("%", " %")),
+           f"; from step to step that differed by {share(option.noise_ns, planning.step.work_ns)}"),
         "headroom": None if planning.budget is None else format_bytes(planning.budget - option.plan.peak.bytes),
     })]
-    return lines
 
 
 def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:

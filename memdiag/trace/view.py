@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memdiag.trace.ledger import Roles, roles
-from memdiag.trace.model import NONE, Phase, Trace
+from memdiag.trace.model import NONE, Phase, Role, Trace
 from memdiag.trace.nesting import Nesting, nesting, span_rows
 from memdiag.trace.peak import PhasePeaks, Worst, phase_at, phase_peaks, span_steps, worst
 from memdiag.trace.places import Place, at, birth
@@ -127,6 +127,22 @@ class View:
         seen = self.worst.trace
         return None if seen is None else self if seen is self.trace else View(seen, of=self)
 
+    def alive_after(self, event: int) -> Rows:
+        """The allocations of the device that are alive after an event; before the first one for NONE."""
+        return np.flatnonzero(self.mine & (self.life.born <= event) & (self.life.died > event))
+
+    def by_role(self, event: int) -> dict[Role, int]:
+        """Bytes of every role after an event, those with none included; they sum to what is alive."""
+        alive = self.alive_after(event)
+        role = self.roles.of(alive, np.full(len(alive), event, dtype=np.int64))
+        size = self.trace["allocations"]["bytes"][alive]
+        return {which: int(size[role == which].sum()) for which in Role}
+
+    def phase_of(self, event: int) -> str | None:
+        """The innermost phase around an event; None outside phases."""
+        around = int(self.phases[event])
+        return None if around == NONE else self.trace.text[self.trace["spans"]["name"][around]]
+
     def live_after(self, event: int) -> int:
         """Bytes in the allocator after an event; before the first one for NONE."""
         return self.line.start_bytes if event == NONE else int(self.line.live[event])
@@ -137,8 +153,7 @@ class View:
         if event == NONE:
             return None, None, Place(None, None, None)
         allocation = int(np.flatnonzero(trace["allocations"]["event"] == event)[0])
-        around = int(self.phases[event])
-        phase = trace.text[trace["spans"]["name"][around]] if around != NONE else None
+        around, phase = int(self.phases[event]), self.phase_of(event)
         within = around if around != NONE else int(self.born_in[allocation])
         step = int(self.span_steps[within]) if within != NONE else NONE
         return None if step == NONE else step, phase, birth(trace, self.nest, allocation)

@@ -50,8 +50,7 @@ def _history(found: Evidence, chosen: Mask) -> list[Advice]:
     trace, claims = found.at.trace, found.at.trace["claims"]
     named = [number for number in np.unique(claims["name"]).tolist()
              if (trace.string(number) or "").endswith(_HISTORY)]
-    history = np.zeros(len(chosen), dtype=bool)
-    history[claims["allocation"][np.isin(claims["name"], named)]] = True
+    history = _claimed(found, np.isin(claims["name"], named))
     if not found.matters(chosen & history):
         return []
     return [Advice(
@@ -127,16 +126,18 @@ def _buffers(found: Evidence) -> tuple[Mask, bool]:
     """What holds gradients a second time, and whether a collective works on any of it."""
     claims = found.at.trace["claims"]
     named = np.isin(claims["name"], found.at.trace.numbers(COMMUNICATION))
-    buffers = _proved(found, MIRRORS, COPIED)
-    buffers[claims["allocation"][named]] = True
-    return buffers, bool(named.any())
+    return _proved(found, MIRRORS, COPIED) | _claimed(found, named), bool(named.any())
 
 
 def _proved(found: Evidence, *proofs: str) -> Mask:
     """Allocations that claims with these proofs are of."""
-    claims = found.at.trace["claims"]
+    return _claimed(found, np.isin(found.at.trace["claims"]["proof"], found.at.trace.numbers(*proofs)))
+
+
+def _claimed(found: Evidence, claims: Mask) -> Mask:
+    """Allocations that these claims are of."""
     mine = np.zeros(len(found.size), dtype=bool)
-    mine[claims["allocation"][np.isin(claims["proof"], found.at.trace.numbers(*proofs))]] = True
+    mine[found.at.trace["claims"]["allocation"][claims]] = True
     return mine
 
 

@@ -18,10 +18,11 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from memdiag.record.facts import ModuleCall, claim, plain, storage_of
-from memdiag.record.frames import forward_is_torchs, holds_state, in_torch, locals_of, user_line
+from memdiag.record.frames import forward_is_torchs, in_torch, locals_of, user_line
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.marks import CLAIM, MODULE, OUTPUTS, Marks
 from memdiag.record.patch import replaced
+from memdiag.record.regions.state import CONTAINERS, items_of
 from memdiag.trace import Role
 
 
@@ -226,15 +227,8 @@ def _kept_with(thing: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
     if deep < 0 or id(thing) in seen or isinstance(thing, (torch.Tensor, nn.Module, str, bytes, int, float, type)):
         return
     seen.add(id(thing))
-    kind: Any = type(thing)
     inside: list[Any] = []
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        inside += thing
-        deep += 1  # a container is no step of its own
-    elif isinstance(thing, dict):
-        inside += thing.values()
-        deep += 1
-    elif isinstance(thing, FunctionType):
+    if isinstance(thing, FunctionType):
         inside += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
         inside += thing.__defaults__ or ()
         inside += (thing.__kwdefaults__ or {}).values()
@@ -242,8 +236,9 @@ def _kept_with(thing: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
         inside += (thing.__self__, thing.__func__)
     elif isinstance(thing, partial):
         inside += (thing.func, thing.args, thing.keywords)
-    elif holds_state(kind):
-        inside += getattr(thing, "__dict__", {}).values()
+    else:
+        inside += thing if isinstance(thing, frozenset) else items_of(thing) or ()
+        deep += isinstance(thing, (*CONTAINERS, frozenset))  # a container is no step of its own
     for one in inside:
         yield from _kept_with(one, deep - 1, seen)
 

@@ -22,6 +22,7 @@ from memdiag.record.patch import replaced
 from memdiag.record.regions.before import as_before
 from memdiag.record.regions.calls import Calls, Fact, Key
 from memdiag.record.regions.course import Course, Watch
+from memdiag.record.regions.second import refuse
 from memdiag.record.regions.statements import how_often
 from memdiag.trace import model as m
 
@@ -42,15 +43,13 @@ class Probed(NamedTuple):
 
 
 def probe(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name_of: Callable[[nn.Module], str],
-    refuse: Callable[[Any], torch.Tensor],
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name_of: Callable[[nn.Module], str]
 ) -> Probed:
     """Runs a module twice on the same inputs from the same state, and puts back what that changes.
 
     Args:
         args, kwargs: of the call that the script makes.
         name_of: the path of a module.
-        refuse: what autograd gets where it asks for something that these forwards saved.
     """
     constant = {
         storage[0]: (name, buffer) for named, buffer in (
@@ -59,8 +58,8 @@ def probe(
     collecting = gc.isenabled()
     gc.disable()  # the script's garbage would be freed unseen
     try:
-        first = _run(module, args, kwargs, name_of, refuse, constant, None)
-        second = _run(module, args, kwargs, name_of, refuse, constant, first.watch.course)
+        first = _run(module, args, kwargs, name_of, constant, None)
+        second = _run(module, args, kwargs, name_of, constant, first.watch.course)
     finally:
         if collecting:
             gc.enable()
@@ -78,7 +77,7 @@ class _Run(NamedTuple):
 
 def _run(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name_of: Callable[[nn.Module], str],
-    refuse: Callable[[Any], torch.Tensor], constant: dict[int, tuple[str, bool]], first: Course | None,
+    constant: dict[int, tuple[str, bool]], first: Course | None,
 ) -> _Run:
     calls = Calls(name_of)
     watch = Watch(calls, constant, first)

@@ -49,20 +49,20 @@ def picture(thing: Any, depth: int = policy.PROBED_DEPTH, seen: set[int] | None 
     if type(thing).__module__ == itertools.__name__:
         return repr(thing)
     seen = set() if seen is None else seen
-    items = _items(thing) if depth and id(thing) not in seen and len(seen) < policy.PROBED_OBJECTS else None
+    items = items_of(thing) if depth and id(thing) not in seen and len(seen) < policy.PROBED_OBJECTS else None
     if items is None:
         return Same(thing)
     seen.add(id(thing))
     if len(items) > policy.PROBED_ITEMS:
         return type(thing), len(items)
     found = [picture(item, depth - 1, seen) for item in items]
-    return [type(thing), *found] if isinstance(thing, _CONTAINERS) else [Same(thing), *found]
+    return [type(thing), *found] if isinstance(thing, CONTAINERS) else [Same(thing), *found]
 
 
-_CONTAINERS = (list, tuple, deque, set, dict)
+CONTAINERS = (list, tuple, deque, set, dict)
 
 
-def _items(thing: Any) -> list[Any] | None:
+def items_of(thing: Any) -> list[Any] | None:
     """What is in a container or an object, with the names it has there; None for what is neither."""
     if isinstance(thing, (list, tuple, deque, set)):
         return list(thing)
@@ -101,7 +101,7 @@ def keep(thing: Any, undo: list[_Undo], seen: set[int], depth: int = policy.PROB
     back = _way_back(thing)
     if back is not None:
         undo.append(back)
-    items = _items(thing) if depth else None
+    items = items_of(thing) if depth else None
     for item in items or () if items is None or len(items) <= policy.PROBED_ITEMS else ():
         keep(item, undo, seen, depth - 1)
 
@@ -127,7 +127,7 @@ def _way_back(thing: Any) -> _Undo | None:
     if isinstance(thing, (dict, set)):
         contents = thing.copy()
         return lambda: _refill(thing, thing.update, contents)
-    if _items(thing) is not None and not isinstance(thing, tuple):
+    if items_of(thing) is not None and not isinstance(thing, tuple):
         attributes = dict(vars(thing))
         return lambda: _refill(vars(thing), vars(thing).update, attributes)
     return None
