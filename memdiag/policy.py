@@ -163,7 +163,7 @@ PLAN_POINTS = 12
 """Plans between none and the smallest in a report: as many as fit a table, and a twelfth of the way is about what one
 block of twelve does."""
 
-PLAN_STEP = 0.001
+PLAN_TOLERANCE = 0.001
 """Share of the peak to which the smallest one is looked for: a tenth of what the noise of a batch's size is."""
 
 PLAN_REASONS = 6

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from memdiag.apply import Plan, apply_plan
+from memdiag.record.options import PLANNED_STEP
 
 T = TypeVar("T")
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
-PLANNED_STEP = 2
-"""The step that is compared: the optimizer has its state, and there is one more step before."""
 
 
 def sample(everything: Sequence[T]) -> Sequence[T]:

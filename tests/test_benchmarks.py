@@ -84,3 +84,11 @@ def test_gpu_check_refuses_what_it_cannot_run() -> None:
     assert done.returncode == 2
     assert "--device abacus" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_plans() -> None:
+    # GIVEN one model / WHEN a plan is drawn for it, and one is looked for within a budget
+    output = run("plans", "--plans", "1", "--budgets", "1", "--models", "lstm")
+    # THEN both are run, and the peaks are what was said
+    assert row(output, "lstm")[1:4] == ["1", "1", "0.000%"]
+    assert "1 of 1 equal to the byte, at most 0.000% off; 0 of 1 budgets exceeded" in output

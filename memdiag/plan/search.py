@@ -9,7 +9,7 @@ from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Peak, Region, excess_under, peak_under
 from memdiag.plan.step import Step
-from memdiag.policy import PLAN_AIMS, PLAN_MOMENTS, PLAN_POINTS, PLAN_STEP
+from memdiag.policy import PLAN_AIMS, PLAN_MOMENTS, PLAN_POINTS, PLAN_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Search:
         """The plan with the lowest peak that is found, and of these the cheapest."""
         bare = lowest = self.plan([]).peak.bytes
         low = 0  # nothing was found within it
-        while lowest - low > PLAN_STEP * bare:
+        while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
             low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
