@@ -155,9 +155,9 @@ and leaves out no way but those that are within a two-thousandth of another's ti
 PLAN_AIMS = 4
 """Times that the aim of a search is lowered by what regions share: what is too much after a few is not due to that."""
 
-PLAN_MOMENTS = 4_000_000
-"""Moments that are replayed for one plan that is looked for: a few seconds on a processor of today, and all that there
-is to try in steps of some thousand moments."""
+PLAN_MOMENTS = 1_000_000
+"""Moments that are replayed for one plan that is looked for: about a second on a processor of today. A report looks for
+some twenty."""
 
 PLAN_POINTS = 12
 """Plans between none and the smallest in a report: as many as fit a table, and a twelfth of the way is about what one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 import torch
@@ -26,7 +26,7 @@ class Applied:
     """
 
     regions: list[Region]
-    _forwards: list[tuple[nn.Module, Forward]]
+    _forwards: list[tuple[nn.Module, Forward]] = field(repr=False)
 
     def undo(self) -> None:
         """Puts the model back. A second time it does nothing.

@@ -94,7 +94,9 @@ def _chosen(planning: Planning) -> list[str]:
             f"{format_bytes(planning.floor.bytes - planning.budget)} above the budget. Most of it is {largest}.")]
     assert planning.chosen is not None
     if not planning.options[planning.chosen].plan.chosen:
-        return ["No checkpoint is needed" if planning.budget is not None else "No checkpoint would pay"]
+        unsafe = any(verdict.safety is Safety.UNSAFE for verdict in planning.safety.values())
+        return ["No checkpoint is needed" if planning.budget is not None else
+                f"No {'safe ' * unsafe}checkpoint would pay"]
     option = planning.options[planning.chosen]
     bare = planning.options[0].plan.peak.bytes
     return ["Chosen", *facts({
