@@ -13,7 +13,7 @@ from test_plan_replay import applied_peak, recorded
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate, candidates
-from memdiag.plan.replay import peak_under
+from memdiag.plan.replay import Replay, peak_under
 from memdiag.plan.search import Search
 
 PARTS = {  # of each model, what may be a checkpoint in these tests: few enough for all plans to be tried
@@ -87,7 +87,7 @@ class TestChain:
     def test_regions_that_run_several_times_are_none_of_its(self) -> None:
         step, _ = recorded("shared", False)
         choice = among("shared")
-        chain = Chain(step, choice)
+        chain = Chain(Replay(step), choice)
         bare = peak_under(step, []).bytes
         assert chain.within(bare) == []
         used = {number for budget in range(chain.floor, bare, (bare - chain.floor) // 20)

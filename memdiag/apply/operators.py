@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ def _policy(operators: list[Any]) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator not in dropout:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        at = dropout[operator]
-        if at is not None and (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)):
+        if _drops_out(dropout[operator], args, kwargs):
             raise MemdiagError(f"{operator.name()}: cannot be kept with dropout: {_SHIFTS}")
         return CheckpointPolicy.MUST_SAVE
 
@@ -63,6 +62,8 @@ def _resolved(name: str) -> list[Any]:
         raise MemdiagError(f"{name}: PyTorch has no such operator; operators to keep are named as aten::mm or "
                            "aten.mm.default") from error
     overloads = [found] if len(parts) == 3 else [getattr(found, overload) for overload in found.overloads()]
+    # Some are TorchScript's alone.
+    overloads = [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
     pure = [overload for overload in overloads if not overload._schema.is_mutable]
     if not pure:
         raise MemdiagError(f"{name}: writes to its arguments, so its result cannot be kept")
@@ -70,9 +71,30 @@ def _resolved(name: str) -> list[Any]:
     if not kept:
         raise MemdiagError(f"{name}: is made of other operators, and only these can be kept; name them (such as "
                            "aten::addmm and aten::mm for aten::linear)")
-    if any(torch.Tag.nondeterministic_seeded in one.tags and _position(one, "dropout_p") is None for one in kept):
+    if any(_is_random(one) for one in kept):
         raise MemdiagError(f"{name}: cannot be kept, for it is random: {_SHIFTS}")
     return kept
+
+
+def can_be_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of a call of an overload can be kept, and by the operator's name."""
+    return _by_name(str(operator._schema.name)) and not _drops_out(_position(operator, "dropout_p"), args, kwargs)
+
+
+@cache
+def _by_name(name: str) -> bool:
+    try:
+        return bool(_resolved(name))
+    except MemdiagError:
+        return False
+
+
+def _drops_out(position: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return position is not None and bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags and _position(operator, "dropout_p") is None
 
 
 def _is_made_of_others(operator: Any) -> bool:

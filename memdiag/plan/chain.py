@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memdiag.plan.regions import Candidate
-from memdiag.plan.replay import live_under
-from memdiag.plan.step import Ints, Step
+from memdiag.plan.replay import Replay, Replayed
+from memdiag.plan.step import Ints
 from memdiag.policy import PLAN_LABELS
 from memdiag.trace import NONE
 
@@ -51,52 +51,48 @@ class Chain:
         floor: bytes that no plan gets below: what is there before the first part, after it, and in the optimizer.
     """
 
-    def __init__(self, step: Step, among: Sequence[Candidate]) -> None:
-        mine = [number for number, one in enumerate(among) if len(one.regions) == 1 and len(one.regions[0].calls) == 1]
-        calls = {number: among[number].regions[0].calls[0] for number in mine}
-        events = {call.first: call.start for call in calls.values()} | {
-            call.last + 1: call.end for call in calls.values()}
-        self._ids = np.array(sorted(events), dtype=np.int64)
-        self._starts = np.array([events[key] for key in self._ids.tolist()], dtype=np.int64)
-        parts = max(len(self._ids) - 1, 0)
+    def __init__(self, replay: Replay, among: Sequence[Candidate]) -> None:
+        step = replay.step
+        mine = [number for number, one in enumerate(among) if len(one.regions) == 1]
+        calls = {number: among[number].regions[0].calls for number in mine}
+        events = {begin[0].first: begin[0].start for begin in calls.values()} | {
+            end[-1].last + 1: end[-1].end for end in calls.values()}
+        ids = np.array(sorted(events), dtype=np.int64)
+        starts = 2 * np.array([events[key] for key in ids.tolist()], dtype=np.int64)
+        parts = self._parts = max(len(ids) - 1, 0)
         # The slot from which on backward asks for what a part, or one before it, has saved.
-        saves = step.saves
-        part = np.searchsorted(self._ids, saves.span, side="right") - 1
-        asked = np.full(parts + 1, 2 * step.last + 2, dtype=np.int64)
+        saves, end = step.saves, 2 * step.last + 2
+        part = np.searchsorted(ids, saves.span, side="right") - 1
+        asked = np.full(parts + 1, end, dtype=np.int64)
         used = (saves.unpacked != NONE) & (part >= 0)
         np.minimum.at(asked, np.clip(part[used], 0, parts), 2 * saves.unpacked[used])
         over = np.minimum.accumulate(asked)  # of part p: when the parts up to p are no more as they were
-        self._over = np.concatenate([[2 * step.last + 2], over[:-1]]) if parts else over
-        self._base, self._slots, _ = live_under(step, [])
+        over = np.concatenate([[end], over[:-1]]) if parts else over
+        bare = replay.under([])
         self._ways: list[list[_Way]] = [[] for _ in range(parts)]
-        self._parts = parts
-        for number in range(parts):
-            needed = self._highest(self._base, self._slots, number, number + 1)
-            self._ways[number].append(_Way(NONE, number + 1, 0, 0, needed))
-        for number, call in calls.items():
-            begin, end = (int(np.searchsorted(self._ids, key)) for key in (call.first, call.last + 1))
-            live, slots, _ = live_under(step, among[number].regions)
-            between = (slots > 2 * self._starts[end]) & (slots < self._over[end])
-            bare = self._base[np.searchsorted(self._slots, slots[between], side="right") - 1]
-            freed = int((bare - live[between]).min()) if between.any() else 0
-            self._ways[begin].append(_Way(
-                number, end, freed, among[number].again_ns, self._highest(live, slots, begin, end)))
-        before = self._slots < 2 * self._starts[0] if parts else np.ones(len(self._slots), dtype=bool)
-        after = self._slots >= self._over[0] if parts else before
-        self.floor = int(self._base[before | after].max(initial=0))
-        tail = (self._slots >= 2 * self._starts[-1]) & (self._slots < self._over[parts]) if parts else after
-        self._tail = int(self._base[tail].max(initial=0))
 
-    def _highest(self, live: Ints, slots: Ints, begin: int, end: int) -> int:
-        """The highest of what is live while forward and backward are between two parts."""
-        forward = (slots >= 2 * self._starts[begin]) & (slots < 2 * self._starts[end])
-        backward = (slots >= self._over[end]) & (slots < self._over[begin])
-        return int(live[forward | backward].max(initial=0))
+        def needed(live: Replayed, begin: int, end: int) -> int:
+            forward = live.highest(int(starts[begin]), int(starts[end]))
+            return max(forward, live.highest(int(over[end]), int(over[begin])))
+
+        for number in range(parts):
+            self._ways[number].append(_Way(NONE, number + 1, 0, 0, needed(bare, number, number + 1)))
+        for number, run in calls.items():
+            begin, end = (int(np.searchsorted(ids, key)) for key in (run[0].first, run[-1].last + 1))
+            live = replay.under(among[number].regions)
+            freed = live.freed(int(starts[end]), int(over[end]))
+            self._ways[begin].append(_Way(number, end, freed, among[number].again_ns, needed(live, begin, end)))
+        self._highest = bare.peak.bytes
+        if parts:
+            self.floor = max(bare.highest(0, int(starts[0])), bare.highest(int(over[0]), 2 * step.last + 2))
+            self._tail = bare.highest(int(starts[-1]), int(over[parts]))
+        else:
+            self.floor = self._tail = self._highest
 
     def within(self, budget: int) -> list[int] | None:
         """Numbers of the candidates of the cheapest plan; None where none fits."""
         if self.floor > budget or not self._parts:
-            return [] if int(self._base.max()) <= budget else None
+            return [] if self._highest <= budget else None
         waiting: dict[int, list[tuple[Ints, Ints, Ints]]] = defaultdict(list)
         waiting[0] = [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 3), NONE))]
         labels: list[tuple[Ints, Ints, Ints]] = []

@@ -5,25 +5,39 @@ Python lets go of it. Before backward comes to the region all of it is made anew
 was saved at first is there; each of these goes as backward has used it. What the region was given, and a copy of the
 random state, stay until backward is through with it.
 
+Where a region keeps operators, what these make stays from forward on. They do not run again: what they have made is
+taken up where they ran at first, and goes as if it had been made anew there. What would have been made after the last
+tensor that was saved is never taken up, and goes when backward is through with the region.
+
 Time is told in slots: what is between events ``k - 1`` and ``k`` is in slot ``2 k``, event ``k`` itself in ``2 k + 1``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from memdiag.plan.step import Call, Ints, Mask, Step
+from memdiag.plan.step import Call, Ints, Step
 from memdiag.trace import NONE
+
+_AFTER = 1 << 60  # order of what goes after all that runs again in a slot
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+_WINDOW = 1 << 32  # orders that one region has in the slot in which it runs again
 
 
 @dataclass(frozen=True)
 class Region:
-    """Module calls that follow each other, as one checkpoint."""
+    """Module calls that follow each other, as one checkpoint.
+
+    Attributes:
+        keep: names of operators whose results are kept instead of made anew.
+    """
 
     calls: tuple[Call, ...]
+    keep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,127 +62,319 @@ def peak_under(step: Step, plan: Sequence[Region]) -> Peak:
         step: as it was recorded, without these checkpoints.
         plan: regions that do not overlap.
     """
-    return _changes(step, plan).peak(step)
+    return Replay(step).under(plan).peak
 
 
-def live_under(step: Step, plan: Sequence[Region]) -> tuple[Ints, Ints, Ints]:
-    """Live bytes at each moment of a step under a plan; the slot of each, and the number of the region that runs again
-    then (NONE: none does)."""
-    return _changes(step, plan).live(step)
+class Replay:
+    """A step, to be replayed under many plans. What a region does by itself is worked out once."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        saves = step.saves
+        order = np.argsort(saves.span, kind="stable")
+        self._span, self._allocation, self._packed, self._unpacked, self._released, self._used = (
+            column[order] for column in (
+                saves.span, saves.allocation, saves.packed, saves.unpacked, saves.released, saves.used))
+        self._by_allocation = np.argsort(self._allocation, kind="stable")
+        self._savers = self._allocation[self._by_allocation]
+        made = np.flatnonzero((step.size > 0) & (step.born >= step.first) & (step.born < step.last))
+        self._made = made[np.argsort(step.born[made], kind="stable")]
+        self._made_at = step.born[self._made]
+        self._parts: dict[int, tuple[Region, _Part | None]] = {}
+
+    def under(self, plan: Sequence[Region]) -> Replayed:
+        """The step under a plan of regions that do not overlap."""
+        rows = _Rows()
+        parts = [part for part in map(self._part, plan) if part is not None]
+        for number, part in enumerate(parts):
+            rows.add(part.slot, _WINDOW * (number + 1) + 2 * np.arange(len(part.sizes)), part.sizes, number)
+            rows.add(part.after, _AFTER, -part.after_sizes)
+            if self.step.random_state:
+                rows.add([2 * part.region.calls[0].start, part.over], 0, [1, -1] * np.array(self.step.random_state))
+        if parts:
+            self._goes_otherwise(rows, parts)
+        return Replayed(self.step, [part.region for part in parts], *rows.sorted())
+
+    def _part(self, region: Region) -> _Part | None:
+        found = self._parts.get(id(region))
+        if found is None:  # the region is kept with it: nothing else can have its id
+            found = self._parts[id(region)] = region, self._alone(region)
+        return found[1]
+
+    def _alone(self, region: Region) -> _Part | None:
+        """What a region does, whatever else is in the plan; None where it saves nothing."""
+        step, calls = self.step, region.calls
+        low, high = np.searchsorted(self._span, (calls[0].first, calls[-1].last + 1))
+        if low == high:
+            return None
+        asked = self._unpacked[low:high]
+        asked = asked[asked != NONE]
+        start, stop = calls[0].start, int(self._packed[low:high].max())
+        over = 2 * int(self._released[low:high].max())
+        slot = 2 * int(asked.min()) if len(asked) else over
+        known = low + np.flatnonzero(self._allocation[low:high] != NONE)
+        saved, which = np.unique(self._allocation[known], return_inverse=True)
+        used = np.full(len(saved), NONE, dtype=np.int64)
+        np.maximum.at(used, which, self._used[known])
+        first_packed = np.full(len(saved), step.last, dtype=np.int64)
+        np.minimum.at(first_packed, which, self._packed[known])
+
+        made = self._made[slice(*np.searchsorted(self._made_at, (start, stop)))]
+        # Autocast begins anew: weights that it had cast for others before are cast again where they are saved first.
+        cast = step.cached[saved] & (step.born[saved] < start)
+        kept, taken, not_made = self._kept(region)
+        if not len(asked):  # backward does not come to it: nothing runs again
+            return _Part(region, low, high, slot, over, _NONE, _NONE, _NONE, self._given(calls), saved, kept,
+                         np.full(len(kept), over), _Taken(_NONE, _NONE, _NONE, _NONE))
+        if len(not_made):
+            made = made[~np.isin(made, not_made)]
+        again = kept[taken <= 2 * stop]  # of what is kept, what is taken up again
+        comes = np.concatenate([2 * step.born[made] + 1, 2 * first_packed[cast]])
+        ids = np.concatenate([made, saved[cast], again])
+        comes = np.concatenate([comes, np.full(len(again), NONE)])  # it is there when the region begins to run
+        used_at = _looked_up(saved, used, ids)
+        natural = np.where(step.let_go[ids] == NONE, 2 * step.died[ids] + 1, 2 * step.let_go[ids])
+        goes = np.minimum(natural, 2 * stop)
+        # As it was before, to be set back.
+        random = np.array([2 * start, 2 * stop]), np.array([1, -1]) * step.random_state
+        within = used_at == NONE
+        when = np.concatenate([random[0], comes, goes[within]])
+        sizes = np.concatenate([random[1], step.size[ids], -step.size[ids][within]])
+        tie = np.concatenate([[0, 1], 2 + 2 * np.arange(len(ids)), 3 + 2 * np.flatnonzero(within)])
+        order = np.lexsort((tie, when))
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        ends = np.full(len(ids), NONE, dtype=np.int64)
+        ends[within] = place[2 + len(ids):]
+        mine = slice(len(ids) - len(again), None)
+        return _Part(
+            region, low, high, slot, over, sizes[order], 2 * used_at[~within], step.size[ids[~within]],
+            self._given(calls), saved, kept, np.where(taken <= 2 * stop, slot, over),
+            _Taken(again, place[2:2 + len(ids)][mine], ends[mine], 2 * used_at[mine]))
+
+    def _given(self, calls: Sequence[Call]) -> Ints:
+        """What comes into a region from outside."""
+        given = np.unique(np.concatenate([call.arguments for call in calls]))
+        born = self.step.born[given]
+        outside: Ints = given[(born < calls[0].start) | (born >= calls[-1].end)]
+        return outside
+
+    def _kept(self, region: Region) -> tuple[Ints, Ints, Ints]:
+        """Allocations that are kept, the slot in which each is taken up, and all that is not made again."""
+        operators, calls = self.step.operators, region.calls
+        kept, taken, not_made = [], [], []
+        if region.keep:
+            low, high = np.searchsorted(operators.start, (calls[0].start, calls[-1].end))
+            for row in range(low, high):
+                start, end = int(operators.start[row]), int(operators.end[row])
+                if operators.name[row] in region.keep and end <= calls[-1].end:
+                    inside = self._made[slice(*np.searchsorted(self._made_at, (start, end)))]
+                    made = inside[self.step.died[inside] >= end]
+                    kept.append(made)
+                    taken.append(np.full(len(made), 2 * end))
+                    not_made.append(inside)
+        return (np.concatenate([_NONE, *kept]), np.concatenate([_NONE, *taken]), np.concatenate([_NONE, *not_made]))
+
+    def _goes_otherwise(self, rows: _Rows, parts: Sequence[_Part]) -> None:
+        """What regions saved goes earlier, if nothing else saved it; what they were given, or keep, stays longer."""
+        step = self.step
+        inside = np.zeros(len(self._span), dtype=bool)
+        for part in parts:
+            inside[part.low:part.high] = True
+        given = np.concatenate([part.given for part in parts])
+        given_until = np.concatenate([np.full(len(part.given), part.over) for part in parts])
+        kept = np.concatenate([part.kept for part in parts])
+        ids = np.unique(np.concatenate([given, kept, *(part.saved for part in parts)]))
+        ids = ids[step.size[ids] > 0]
+        dies = 2 * step.died[ids] + 1
+        goes = dies.copy()
+        saved = np.isin(ids, np.concatenate([part.saved for part in parts]))
+        freed = (saved | np.isin(ids, kept)) & (step.let_go[ids] != NONE) & (step.born[ids] >= step.first)
+        goes[freed] = np.maximum(2 * step.let_go[ids[freed]], self._saved_elsewhere(ids[freed], inside))
+        _at_least(goes, ids, given, given_until)
+        for number, part in enumerate(parts):
+            if len(part.kept):
+                self._taken_up(rows, part, _WINDOW * (number + 1), ids, goes)
+        other = np.flatnonzero(goes != dies)
+        rows.add(dies[other], 0, step.size[ids[other]])
+        rows.add(goes[other], 0, -step.size[ids[other]])
+
+    def _taken_up(self, rows: _Rows, part: _Part, order: int, ids: Ints, goes: Ints) -> None:
+        """What is kept stays until the region runs again, which has it from then on. The replay has a second one of it
+        there, in the place of the first; where something else has the first for longer, the second is taken off."""
+        _at_least(goes, ids, part.kept, part.kept_until)
+        taken, size = part.taken, self.step.size[part.taken.ids]
+        at = np.searchsorted(ids, taken.ids)
+        longer = goes[at] > part.slot
+        saved = taken.used >= 0
+        covered = longer & saved & (goes[at] <= taken.used)
+        goes[at[covered]] = part.slot
+        off = longer & ~covered
+        rows.add(part.slot, order + 2 * taken.begins[off] - 1, -size[off])
+        rows.add(taken.used[off & saved], _AFTER - 1, size[off & saved])
+        rows.add(part.slot, order + 2 * taken.ends[off & ~saved] + 1, size[off & ~saved])
+
+    def _saved_elsewhere(self, ids: Ints, inside: Ints) -> Ints:
+        """The slot until which something outside the regions has each saved; NONE where nothing has."""
+        low, high = np.searchsorted(self._savers, ids), np.searchsorted(self._savers, ids, side="right")
+        until = np.full(len(ids), NONE, dtype=np.int64)
+        counts = high - low
+        owner = np.repeat(np.arange(len(ids)), counts)
+        rows = self._by_allocation[np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - low, counts)]
+        outside = ~inside[rows]
+        np.maximum.at(until, owner[outside], 2 * self._released[rows[outside]])
+        return until
 
 
-def excess_under(step: Step, plan: Sequence[Region], budget: int) -> int:
-    """By how much a step under a plan is above a budget: bytes, summed over all its moments."""
-    live, _, _ = live_under(step, plan)
-    return int(np.maximum(live - budget, 0).sum())
+@dataclass(frozen=True)
+class _Taken:
+    """What is kept and taken up again: allocations, where in the order of the region each begins and ends to be there
+    (NONE: it goes later), and the slot in which backward has used it (negative: nothing there has saved it)."""
+
+    ids: Ints
+    begins: Ints
+    ends: Ints
+    used: Ints
 
 
-def _changes(step: Step, plan: Sequence[Region]) -> _Changes:
-    saves, changes = step.saves, _Changes()
-    inside = np.full(len(saves.span), NONE, dtype=np.int64)  # the region that saved it
-    for number, region in enumerate(plan):
-        for call in region.calls:
-            inside[(saves.span >= call.first) & (saves.span <= call.last)] = number
-    given_until: dict[int, int] = {}
-    for number, region in enumerate(plan):
-        mine = inside == number
-        asked = mine & (saves.unpacked != NONE)
-        if not asked.any():
-            continue  # nothing runs again
-        over = 2 * int(saves.released[mine].max())
-        for allocation in region.calls[0].arguments.tolist():
-            given_until[allocation] = max(given_until.get(allocation, 0), over)
-        changes.comes_and_goes(2 * region.calls[0].start, over, step.random_state)
-        _runs_again(changes, step, region, mine, 2 * int(saves.unpacked[asked].min()))
-    _goes_otherwise(changes, step, inside, given_until)
-    return changes
+@dataclass(frozen=True)
+class _Part:
+    """What one region does.
+
+    Attributes:
+        low, high: its saves, among all in the order of their spans.
+        slot: in which it runs again.
+        over: the slot in which backward is through with it.
+        sizes: bytes that come while it runs again, and go where they are negative, one after the other.
+        after, after_sizes: slots in which what it made for backward goes again, and bytes.
+        given, saved: allocations.
+        kept, kept_until: allocations, and the slots until which they stay.
+    """
+
+    region: Region
+    low: int
+    high: int
+    slot: int
+    over: int
+    sizes: Ints
+    after: Ints
+    after_sizes: Ints
+    given: Ints
+    saved: Ints
+    kept: Ints
+    kept_until: Ints
+    taken: _Taken
 
 
-def _goes_otherwise(changes: _Changes, step: Step, inside: Ints, given_until: dict[int, int]) -> None:
-    """What regions saved goes earlier, if nothing else saved it; what they were given stays longer."""
-    saves, known = step.saves, step.saves.allocation != NONE
-    in_region = np.unique(saves.allocation[known & (inside != NONE)])
-    elsewhere = np.full(len(step.size), NONE, dtype=np.int64)
-    others = known & (inside == NONE)
-    np.maximum.at(elsewhere, saves.allocation[others], 2 * saves.released[others])
-    dies = 2 * step.died + 1
-    goes = dies.copy()
-    freed = in_region[(step.let_go[in_region] != NONE) & (step.born[in_region] >= step.first)]
-    goes[freed] = np.maximum(2 * step.let_go[freed], elsewhere[freed])
-    given = np.fromiter(given_until, dtype=np.int64, count=len(given_until))
-    goes[given] = np.maximum(goes[given], np.fromiter(given_until.values(), dtype=np.int64, count=len(given)))
-    for allocation in np.flatnonzero((goes != dies) & (step.size > 0)).tolist():
-        changes.comes_and_goes(int(dies[allocation]), int(goes[allocation]), int(step.size[allocation]))
+def _looked_up(keys: Ints, values: Ints, wanted: Ints) -> Ints:
+    """The values of sorted keys; NONE for others."""
+    if not len(keys):
+        return np.full(len(wanted), NONE, dtype=np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], NONE)
 
 
-def _runs_again(changes: _Changes, step: Step, region: Region, mine: Mask, slot: int) -> None:
-    """A region runs again in a slot, until it has saved all that it saved at first."""
-    saves = step.saves
-    start, stop = region.calls[0].start, int(saves.packed[mine].max())
-    known = np.flatnonzero(mine & (saves.allocation != NONE))
-    saved = saves.allocation[known]
-    used = np.full(len(step.size), NONE, dtype=np.int64)
-    np.maximum.at(used, saved, saves.used[known])
-    comes = np.full(len(step.size), NONE, dtype=np.int64)
-    made = (step.born >= start) & (step.born < stop) & (step.size > 0)
-    comes[made] = 2 * step.born[made] + 1
-    # Autocast begins anew: weights that it had cast for others before are cast again where they are saved first.
-    cast = known[step.cached[saved] & (step.born[saved] < start)][::-1]
-    comes[saves.allocation[cast]] = 2 * saves.packed[cast]
-    events = [(2 * start, step.random_state), (2 * stop, -step.random_state)]  # as it was before, to be set back
-    for allocation in np.flatnonzero(comes != NONE).tolist():
-        size = int(step.size[allocation])
-        events.append((int(comes[allocation]), size))
-        if used[allocation] != NONE:
-            changes.goes_after(2 * int(used[allocation]), size)
-            continue
-        let_go = int(step.let_go[allocation])
-        goes = 2 * int(step.died[allocation]) + 1 if let_go == NONE else 2 * let_go
-        events.append((min(goes, 2 * stop), -size))
-    changes.window(slot, [size for _, size in sorted(events, key=lambda event: event[0])], region)
+def _at_least(goes: Ints, ids: Ints, which: Ints, until: Ints) -> None:
+    """Raises some slots, of allocations that are among the sorted ids."""
+    at = np.searchsorted(ids, which)
+    there = at < len(ids)
+    there[there] = ids[at[there]] == which[there]
+    np.maximum.at(goes, at[there], until[there])
 
 
-@dataclass
-class _Changes:
+class _Rows:
     """What comes and goes at other times than it did: in which slot, in which order within the slot, how much.
 
     Within a slot first comes what has nothing to do with regions that run again; then these, one after the other; then
     what they have made for what follows in the same slot.
     """
 
-    _rows: list[tuple[int, int, int, int]] = field(default_factory=list)  # slot, order, bytes, region
-    _regions: list[Region] = field(default_factory=list)
-    _order: int = 0
+    def __init__(self) -> None:
+        self._columns: list[tuple[Ints, Ints, Ints, Ints]] = []
 
-    def comes_and_goes(self, comes: int, goes: int, size: int) -> None:
-        """Bytes that are there from one slot to another; where it goes before it comes, they are gone in between."""
-        self._rows.append((comes, 0, size, NONE))
-        self._rows.append((goes, 0, -size, NONE))
+    def add(self, slot: ArrayLike, order: ArrayLike, size: ArrayLike, region: int = NONE) -> None:
+        """Bytes that come; that go, where they are negative."""
+        slots, orders, sizes, regions = (
+            np.asarray(column, dtype=np.int64).ravel() for column in np.broadcast_arrays(slot, order, size, region))
+        self._columns.append((slots, orders, sizes, regions))
 
-    def goes_after(self, slot: int, size: int) -> None:
-        """Bytes that go, after all that runs again in the slot."""
-        self._rows.append((slot, 1 << 60, -size, NONE))
+    def sorted(self) -> tuple[Ints, Ints, Ints]:
+        """Slots, sizes and regions, in their order."""
+        if not self._columns:
+            return _NONE, _NONE, _NONE
+        slot, order, size, region = (np.concatenate(column) for column in zip(*self._columns, strict=True))
+        rows = np.lexsort((order, slot))
+        return slot[rows], size[rows], region[rows]
 
-    def window(self, slot: int, sizes: list[int], region: Region) -> None:
-        """Bytes that come, and that go where they are negative, one after the other."""
-        self._regions.append(region)
-        for size in sizes:
-            self._order += 1
-            self._rows.append((slot, self._order, size, len(self._regions) - 1))
 
-    def peak(self, step: Step) -> Peak:
-        live, slot, region = self.live(step)
-        highest = int(live.argmax())
-        number = int(region[highest])
-        return Peak(
-            int(live[highest]), int(slot[highest] - 1) // 2, None if number == NONE else self._regions[number])
+class Replayed:
+    """A step under a plan: what was recorded, and what comes and goes besides."""
 
-    def live(self, step: Step) -> tuple[Ints, Ints, Ints]:
-        """Live bytes at each moment of the step, its slot, and the region that runs again then."""
-        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
-        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        recorded = 2 * np.arange(step.first, step.last, dtype=np.int64) + 1
-        after = np.searchsorted(recorded, rows[:, 0], side="right")
-        change = np.insert(np.diff(step.live, prepend=step.before), after, rows[:, 2])
-        region = np.insert(np.full(len(recorded), NONE, dtype=np.int64), after, rows[:, 3])
-        return step.before + np.cumsum(change), np.insert(recorded, after, rows[:, 0]), region
+    def __init__(self, step: Step, regions: Sequence[Region], slots: Ints, sizes: Ints, region: Ints) -> None:
+        self._step, self._regions, self._region = step, regions, region
+        self._slots, self._more = slots, np.cumsum(sizes)
+        self._at = np.clip((slots + 1) // 2 - step.first, 0, len(step.live))  # recorded events before each
+
+    @property
+    def peak(self) -> Peak:
+        step, rows = self._step, self._rows_live()
+        cuts, more = self._pieces(0, len(step.live), 0, len(self._at))
+        pieces = np.maximum.reduceat(step.live, cuts) + more
+        highest = int(pieces.argmax())
+        if len(rows) and rows.max() > pieces[highest]:
+            row = int(rows.argmax())
+            number = int(self._region[row])
+            region = None if number == NONE else self._regions[number]
+            return Peak(int(rows[row]), int(self._slots[row] - 1) // 2, region)
+        begin = int(cuts[highest])
+        end = int(cuts[highest + 1]) if highest + 1 < len(cuts) else len(step.live)
+        return Peak(int(pieces[highest]), step.first + begin + int(step.live[begin:end].argmax()), None)
+
+    @property
+    def live(self) -> tuple[Ints, Ints, Ints]:
+        """Live bytes at each moment of the step, its slot, and the number of the region that runs again then (NONE:
+        none does)."""
+        step = self._step
+        recorded = np.arange(len(step.live))
+        live = step.live + self._added(recorded)
+        slots = 2 * (recorded + step.first) + 1
+        return (np.insert(live, self._at, self._rows_live()), np.insert(slots, self._at, self._slots),
+                np.insert(np.full(len(recorded), NONE, dtype=np.int64), self._at, self._region))
+
+    def highest(self, begin: int, end: int) -> int:
+        """The highest that live memory is in the slots from one to another; 0 where nothing comes or goes there."""
+        step, found = self._step, 0
+        low, high = np.searchsorted(self._slots, (begin, end))
+        start, stop = (min(max(slot // 2 - step.first, 0), len(step.live)) for slot in (begin, end))
+        if start < stop:
+            cuts, more = self._pieces(start, stop, low, high)
+            found = int((np.maximum.reduceat(step.live[:stop], cuts) + more).max())
+        return max(found, int(self._rows_live(low, high).max(initial=0)))
+
+    def _pieces(self, start: int, stop: int, low: int, high: int) -> tuple[Ints, Ints]:
+        """Where recorded events begin between which nothing else comes or goes, and what is there more in each."""
+        cuts = np.concatenate([[start], self._at[low:high]])
+        more = np.concatenate([[self._more[low - 1] if low else 0], self._more[low:high]])
+        last = np.append(cuts[1:] != cuts[:-1], True) & (cuts < stop)
+        return cuts[last], more[last]
+
+    def freed(self, begin: int, end: int) -> int:
+        """Bytes that are less than without the plan, at the least, between two slots."""
+        low, high = np.searchsorted(self._slots, begin, side="right"), np.searchsorted(self._slots, end)
+        most = int(self._more[low:high].max(initial=self._more[low - 1] if low else 0))
+        return -most
+
+    def excess(self, budget: int) -> int:
+        """By how much the step is above a budget: bytes, summed over all its moments."""
+        live = self._step.live + self._added(np.arange(len(self._step.live)))
+        return int(np.maximum(live - budget, 0).sum() + np.maximum(self._rows_live() - budget, 0).sum())
+
+    def _added(self, recorded: Ints) -> Ints:
+        """What is there more than was recorded after each event."""
+        return np.concatenate([[0], self._more])[np.searchsorted(self._at, recorded, side="right")]
+
+    def _rows_live(self, low: int = 0, high: int | None = None) -> Ints:
+        """Live bytes after each thing that comes or goes besides."""
+        at = self._at[low:high]
+        before = np.where(at > 0, self._step.live[at - 1], self._step.before)
+        return before + self._more[low:high]

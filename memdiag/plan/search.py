@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
-from memdiag.plan.replay import Peak, Region, excess_under, peak_under
+from memdiag.plan.replay import Peak, Region, Replay
 from memdiag.plan.step import Step
 from memdiag.policy import PLAN_AIMS, PLAN_MOMENTS, PLAN_POINTS, PLAN_TOLERANCE
 
@@ -34,7 +34,8 @@ class Search:
         self._step, self._among = step, among
         self._meets = [{j for j, b in enumerate(among) if i != j and a.overlaps(b)} for i, a in enumerate(among)]
         self._peaks: dict[frozenset[int], Peak] = {}
-        self._chain = Chain(step, among)
+        self._replay = Replay(step)
+        self._chain = Chain(self._replay, among)
         self._replays = 0  # that may still be made for what is looked for now
 
     def plan(self, chosen: Iterable[Candidate]) -> Plan:
@@ -149,12 +150,12 @@ class Search:
         found = self._peaks.get(chosen)
         if found is None:
             self._replays = max(self._replays - 1, 0)
-            found = self._peaks[chosen] = peak_under(self._step, self._regions(chosen))
+            found = self._peaks[chosen] = self._replay.under(self._regions(chosen)).peak
         return found
 
     def _excess(self, chosen: frozenset[int], budget: int) -> int:
         self._replays = max(self._replays - 1, 0)
-        return excess_under(self._step, self._regions(chosen), budget)
+        return self._replay.under(self._regions(chosen)).excess(budget)
 
     def _regions(self, chosen: frozenset[int]) -> list[Region]:
         return [region for number in sorted(chosen) for region in self._among[number].regions]

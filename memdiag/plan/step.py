@@ -65,6 +65,20 @@ class Saves:
 
 
 @dataclass(frozen=True)
+class Operators:
+    """Operators of the step's forwards whose results a checkpoint could keep, in their order.
+
+    Attributes:
+        start, end: the memory events inside each are ``start`` to ``end - 1``.
+    """
+
+    name: list[str]
+    start: Ints
+    end: Ints
+    took_ns: Ints
+
+
+@dataclass(frozen=True)
 class Step:
     """The facts of one step in full recording, on one device.
 
@@ -77,6 +91,7 @@ class Step:
             that is not known, and for what the forward leaves behind.
         cached: allocations that autocast keeps until its block ends.
         saves: what autograd kept.
+        operators: of its forwards.
         calls: of modules, in the order in which they began.
         work_ns: time in its forwards, backwards and optimizers, as it was recorded.
         random_state: bytes of this device that a copy of the random state takes.
@@ -93,6 +108,7 @@ class Step:
     let_go: Ints
     cached: Mask
     saves: Saves
+    operators: Operators
     calls: list[Call]
     work_ns: int
     random_state: int
@@ -121,7 +137,7 @@ def planned_step(run: View) -> Step:
     return Step(
         number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
         np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
-        _saves(trace, first, last), calls, _work(run, first, last),
+        _saves(trace, first, last), _operators(trace), calls, _work(run, first, last),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0)
 
 
@@ -149,6 +165,18 @@ def _saves(trace: Trace, first: int, last: int) -> Saves:
     time_ns = np.where(begins, at(spans["start_ns"], savers), at(spans["end_ns"], savers))
     return Saves(
         saves["allocation"][mine], saves["span"][mine], time_ns, packed, unpacked[rows], gone, _used(trace, gone))
+
+
+def _operators(trace: Trace) -> Operators:
+    table = trace["keepable"]
+    order = np.argsort(table["start_ns"], kind="stable")
+    # One that another calls is not seen by a checkpoint.
+    over = np.maximum.accumulate(table["end_ns"][order])
+    order = order[np.append(True, table["start_ns"][order[1:]] >= over[:-1])[:len(order)]]
+    name, start, end, took = (
+        column[order] for column in (
+            table["name"], table["start_event"], table["end_event"], table["end_ns"] - table["start_ns"]))
+    return Operators([trace.text[number] for number in name], start, end, took)
 
 
 def _used(trace: Trace, released: Ints) -> Ints:

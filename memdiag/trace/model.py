@@ -129,6 +129,9 @@ SCHEMA: dict[str, dict[str, str]] = {
     "region_facts": {
         "step": "i8", "forward": "i4", "module": "i4", "call": "i4", "kind": "i4", "text": "i4", "line": "i4",
     },
+    # Of that step's forwards: the operators whose results a selective checkpoint could keep, as PyTorch dispatches them
+    # (`aten::addmm`, inside the span of `aten::linear`).
+    "keepable": {"name": "i4", "start_event": "i8", "end_event": "i8", "start_ns": "i8", "end_ns": "i8"},
     # Of that step's nodes of backward: the event at which each had run. Its results are then made to fit (summed over
     # what was broadcast), and last it lets go of what it saved; what a checkpoint had made for it is gone before.
     "node_ends": {"span": "i8", "event": "i8"},

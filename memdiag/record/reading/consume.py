@@ -72,6 +72,7 @@ class Consumer:
         self._random_set_in = NONE  # the last of them in which the random state was set
         self.events_read = 0
         self.planned = False  # what is read belongs to the step that a plan is made from
+        self.keepable: frozenset[str] = frozenset()  # operators of that step that a checkpoint could keep
         self.writers: set[int] = set()  # lines, as numbers of their text, where the script writes to parameters
 
     def chunk(
@@ -114,6 +115,7 @@ class Consumer:
     def _walk(self, roots: list[Any], entries: list[Entry], gone: list[tuple[int, int, int]]) -> bool:
         heap, loop = self.heap, self.loop
         codes, accelerator = self._codes, self._accelerator
+        keepable = self.keepable if self.planned else frozenset()
         root = _Place(NONE, NONE, NONE, NONE)
         elsewhere = _Place(NONE, NONE, NONE, NONE)  # for roots of other threads
         shelved: list[tuple[int, int, int]] = []
@@ -154,6 +156,8 @@ class Consumer:
                     heap.freed(fields.ptr, size, fields.total_allocated, event.start_time_ns)
                 continue
             if code == _OPERATOR:
+                if name in keepable and not loop.in_backward:
+                    self._keepable(event, name_id, todo)
                 if place.operator == NONE:
                     self._operator(event, name, name_id, place, todo)
                 elif children := event.children:
@@ -286,6 +290,15 @@ class Consumer:
         if children:
             inner = _Place(place.span, span, place.line, place.node)
             todo.extend([(child, inner, name_id) for child in reversed(children)])
+
+    def _keepable(self, event: Any, name_id: int, todo: list[Any]) -> None:
+        row = [name_id, self.heap.next_event, 0, event.start_time_ns, event.end_time_ns]
+        self._rows["keepable"].append(row)
+
+        def end() -> None:
+            row[2] = self.heap.next_event
+
+        todo.append((end, None, NONE))
 
     def _signature(self, inputs: list[Any]) -> tuple[int, tuple[int, ...]]:
         """Dtypes and shapes of the tensors that went in, as text; and the addresses of their storages."""

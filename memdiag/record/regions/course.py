@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memdiag.apply.operators import can_be_kept
 from memdiag.record.facts import device_name, innermost, plain, storage_of
 from memdiag.record.frames import user_line
 from memdiag.record.regions.calls import Calls
@@ -61,6 +62,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: of storages that were there before the forward and were written to, as bytes: the storage and what it
             held, for the way back.
         generators: random generators of the script's own that operators drew from, and their states before.
+        making: operators that made something; those of them whose results a checkpoint cannot keep are
+            ``not_keepable``: by what they are, by how they were called, or because what they made was written to.
     """
 
     supports_higher_order_operators = True
@@ -81,6 +84,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.read: dict[int, tuple[weakref.ref[torch.Tensor], set[tuple[str, int]]]] = {}
+        self._makers: dict[int, str] = {}  # operators, by the storages that they have made
+        self.making: set[str] = set()
+        self.not_keepable: set[str] = set()
         self.busy = False
 
     @property
@@ -127,7 +133,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             address = _address(tensor)
             if address in self._constant and self._constant[address][1] and not any(tensor is w for w in writes):
                 buffers.append((self._constant[address][0], tensor, self._digest(tensor)))
-        return _Running(name, given, reads, tensors, writes, buffers, line)
+        return _Running(name, given, reads, tensors, writes, buffers, line, can_be_kept(func, args, kwargs))
 
     @plain
     def _after(self, running: _Running, result: Any) -> None:
@@ -138,8 +144,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             address = _address(tensor)
             assert address is not None
             self._born[address] = self._number
+            self._makers[address] = running.name
             self._readers.pop(address, None)
             self._tainted.discard(address)
+        if fresh:
+            self.making.add(running.name)
+            if not running.keepable:
+                self.not_keepable.add(running.name)
         for path, tensor, before in running.buffers:
             if self._digest(tensor) != before:
                 self._calls.note(m.BUFFER, path, running.line())
@@ -245,6 +256,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         address = _address(tensor)
         assert address is not None
         born = self._born.get(address, -1)
+        if address in self._makers:
+            self.not_keepable.add(self._makers[address])
         owner = self._constant.get(address)
         if owner is not None and owner[1]:
             self._calls.note(m.BUFFER, owner[0], line())
@@ -299,6 +312,7 @@ class _Running(NamedTuple):
     writes: list[torch.Tensor]
     buffers: list[tuple[str, torch.Tensor, Digest | None]]
     line: Callable[[], str | None]
+    keepable: bool
 
 
 def _address(tensor: torch.Tensor) -> int | None:

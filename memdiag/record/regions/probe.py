@@ -35,11 +35,15 @@ class Probed(NamedTuple):
             need them again; by the address of their storage.
         disturbed: what has to be put back after another forward: generators that it draws from, and bytes of storages
             that it writes to.
+        making, not_keepable: names of operators that make something, and of those whose results a checkpoint cannot
+            keep.
     """
 
     facts: list[Fact]
     read: dict[int, tuple[weakref.ref[torch.Tensor], frozenset[Key]]]
     disturbed: list[Any]
+    making: set[str]
+    not_keepable: set[str]
 
 
 def probe(
@@ -67,7 +71,9 @@ def probe(
     read = {address: (tensor, frozenset(keys)) for address, (tensor, keys) in second.watch.read.items()
             if address not in constant}
     disturbed = [generator for generator, _ in second.watch.generators.values()]
-    return Probed(list(facts), read, [*disturbed, *(flat for flat, _ in second.watch.written.values())])
+    return Probed(
+        list(facts), read, [*disturbed, *(flat for flat, _ in second.watch.written.values())],
+        first.watch.making | second.watch.making, first.watch.not_keepable | second.watch.not_keepable)
 
 
 class _Run(NamedTuple):

@@ -43,6 +43,8 @@ class Rehearsals:
         self._modules, self._lines, self._loop, self._consumer = modules, lines, loop, consumer
         self._active, self._aside, self._say = active, aside, say
         self._count = 0  # forwards that ran aside
+        self._making: set[str] = set()
+        self._not_keepable: set[str] = set()
         self._later = Later(self._note)
 
     def start(self) -> None:
@@ -80,6 +82,9 @@ class Rehearsals:
             (self._step, self._count, number(one.device), one.bytes, one.died) for one in made)
         for fact in probed.facts:
             self._note(self._count, fact)
+        self._making |= probed.making
+        self._not_keepable |= probed.not_keepable
+        self._consumer.keepable = frozenset(self._making - self._not_keepable)
         self._later.forward_begins(self._count, probed.read)
         self._modules.given, self._loop.backward_begins = self._later.given, self.forward_over
         self._lines.called = self._called
