@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from planned import MODELS, random_plan
-from test_plan_replay import KINDS, applied_peak, inside, recorded, regions
+from test_plan_replay import KINDS, applied_peak, as_file, inside, recorded, regions
 
 from memdiag.plan.regions import candidates
 from memdiag.plan.replay import peak_under
@@ -57,7 +57,7 @@ def measure(name: str, autocast: bool, plans: int, budgets: int) -> tuple[list[o
         found = search.within(budget)
         searched.append(time.perf_counter() - start)
         assert found is not None  # the smallest fits
-        exceeded += applied_peak(name, [one.path for one in found.chosen], autocast) > budget - before
+        exceeded += applied_peak(name, as_file(found.chosen), autocast) > budget - before
     row = [name, "bf16" if autocast else "", plans, equal, f"{max(errors, default=0):.3%}",
            f"{1000 * statistics.median(took):.1f}" if took else "", inside_step, budgets, exceeded,
            f"{(smallest.peak.bytes - before) / (bare - before):.2f}", f"{smallest.again_ns / step.work_ns:+.0%}",

@@ -166,6 +166,13 @@ block of twelve does."""
 PLAN_TOLERANCE = 0.001
 """Share of the peak to which the smallest one is looked for: a tenth of what the noise of a batch's size is."""
 
+PLAN_KEPT = 4
+"""Operators that one checkpoint keeps at most: the first few take most of the time, and what they make is the largest
+of what it saves."""
+
+PLAN_RUN = 16
+"""Modules in one checkpoint at most: what all of them make is there at once when they run again."""
+
 PLAN_REASONS = 6
 """Unsafe modules in the text report of plans: the first few say what is the matter, and JSON has all."""
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from traces import TraceBuilder
 
 from memdiag.errors import MemdiagError
+from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Region, peak_under
 from memdiag.plan.step import Call, Step, planned_step
 from memdiag.trace import Phase
@@ -43,9 +45,16 @@ def recorded(name: str, autocast: bool) -> tuple[Step, int]:
     return planned_step(View(seen.trace)), seen.line.start_bytes
 
 
-def applied_peak(name: str, plan: list[str], autocast: bool) -> int:
+def applied_peak(name: str, plan: list[str] | dict[str, Any], autocast: bool) -> int:
     """The peak of a model that is trained with a plan."""
     return peak_of(record(lambda: train(name, plan, autocast=autocast)))
+
+
+def as_file(regions: Sequence[Candidate]) -> dict[str, Any]:
+    """A plan of candidates, as files of plans have it."""
+    return {"schema_version": 1, "chosen": 0, "plans": [{"regions": [
+        {"modules": list(one.modules), "kind": "selective" if one.keep else "full", "keep": list(one.keep)}
+        for one in regions]}]}
 
 
 def regions(step: Step, plan: list[str]) -> list[Region]:

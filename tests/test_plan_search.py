@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan_replay import applied_peak, recorded
+from test_plan_replay import applied_peak, as_file, recorded
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate, candidates
@@ -27,7 +27,7 @@ PARTS = {  # of each model, what may be a checkpoint in these tests: few enough 
 
 def among(name: str) -> list[Candidate]:
     step, _ = recorded(name, False)
-    return [one for one in candidates(step) if one.path in PARTS[name]]
+    return [one for one in candidates(step) if not one.keep and len(one.modules) == 1 and one.modules[0] in PARTS[name]]
 
 
 def all_plans(choice: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
@@ -48,7 +48,7 @@ class TestWithin:
     def test_it_fits_and_no_plan_is_cheaper(self, name: str, data: st.DataObject) -> None:
         # GIVEN a recorded step, any times for its parts, and any budget
         step, _ = recorded(name, False)
-        choice = [replace(one, again_ns=data.draw(st.integers(1, 1000), label=one.path)) for one in among(name)]
+        choice = [replace(one, again_ns=data.draw(st.integers(1, 1000), label=one.modules[0])) for one in among(name)]
         plans = [(peak_under(step, [region for one in plan for region in one.regions]).bytes, spent(plan))
                  for plan in all_plans(choice)]
         lowest, highest = min(peak for peak, _ in plans), max(peak for peak, _ in plans)
@@ -69,7 +69,7 @@ class TestWithin:
         bare = search.plan([]).peak.bytes
         found = search.within(bare - (bare - before) // 5)
         assert found is not None
-        assert applied_peak(name, [one.path for one in found.chosen], False) == found.peak.bytes - before
+        assert applied_peak(name, as_file(found.chosen), False) == found.peak.bytes - before
 
     def test_nothing_is_needed_where_the_step_fits(self) -> None:
         step, _ = recorded("gpt", False)
@@ -92,13 +92,13 @@ class TestChain:
         assert chain.within(bare) == []
         used = {number for budget in range(chain.floor, bare, (bare - chain.floor) // 20)
                 for number in chain.within(budget) or []}
-        assert {choice[number].path for number in used} <= {"embed", "head"}
+        assert {choice[number].modules[0] for number in used} <= {"embed", "head"}
 
 
 class TestCandidates:
     def test_of_modules_that_save_the_same_one_stands_for_all(self) -> None:
         step, _ = recorded("gpt", False)
-        paths = [one.path for one in candidates(step)]
+        paths = [one.modules[0] for one in candidates(step) if not one.keep and len(one.modules) == 1]
         # The head is one linear layer; the outermost module is no candidate.
         assert "head" in paths
         assert "GPT" not in paths
@@ -106,10 +106,10 @@ class TestCandidates:
 
     def test_what_saves_nothing_is_none(self) -> None:
         step, _ = recorded("resnet", False)
-        assert "blocks.0.short" not in [one.path for one in candidates(step)]  # nn.Identity
+        assert "blocks.0.short" not in [one.modules[0] for one in candidates(step)]  # nn.Identity
 
     def test_a_module_that_is_called_again_and_again_runs_again_as_often(self) -> None:
         step, _ = recorded("shared", False)
-        (block,) = (one for one in candidates(step) if one.path == "block")
+        (block,) = (one for one in candidates(step) if one.modules == ("block",) and not one.keep)
         assert len(block.regions) == 4
         assert 0 < block.again_ns < step.work_ns

@@ -11,7 +11,7 @@ from torch import nn
 
 from memdiag.apply.operators import Keep
 from memdiag.apply.read import Plan, Region, read
-from memdiag.apply.regions import Chained, Checkpointed
+from memdiag.apply.regions import Chained, Checkpointed, is_chain
 from memdiag.errors import MemdiagError
 
 Forward = Checkpointed | Chained
@@ -115,11 +115,10 @@ def _container(model: nn.Module, region: Region) -> nn.Sequential:
     names = [_name(path) for path in region.modules]
     there = list(container._modules)
     start = there.index(names[0])
-    if isinstance(container, nn.Sequential) and (type(container).forward, type(container).__iter__) == (
-            nn.Sequential.forward, nn.Sequential.__iter__):
-        if "forward" in vars(container):
-            raise MemdiagError(f"{region}: the forward of {parent or 'the model'} was exchanged, and may not be the "
-                               "chain of its modules any more; undo that, or use regions of one module each")
+    if isinstance(container, nn.Sequential) and "forward" in vars(container):
+        raise MemdiagError(f"{region}: the forward of {parent or 'the model'} was exchanged, and may not be the chain "
+                           "of its modules any more; undo that, or use regions of one module each")
+    if isinstance(container, nn.Sequential) and is_chain(container):
         if there[start:start + len(names)] != names:
             raise MemdiagError(f"{region}: do not follow each other in {parent or 'the model'}, so they are not one "
                                "region")

@@ -20,6 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from memdiag.apply.operators import Keep
 
 
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module runs the modules in it one after the other, and nothing else."""
+    return isinstance(module, nn.Sequential) and "forward" not in vars(module) and (
+        type(module).forward, type(module).__iter__) == (nn.Sequential.forward, nn.Sequential.__iter__)
+
+
 class Checkpointed:
     """A module's forward, as a checkpoint where gradients are on.
 

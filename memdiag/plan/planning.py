@@ -9,7 +9,7 @@ import numpy as np
 
 from memdiag.errors import MemdiagError
 from memdiag.plan.regions import Candidate, candidates
-from memdiag.plan.safety import Safety, Verdict, verdicts
+from memdiag.plan.safety import Safety, Verdict, chains, verdicts
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
 from memdiag.trace import Kind, Level, Role
@@ -90,13 +90,13 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
         raise MemdiagError("the script has checkpoints already: plans on top of them are not made yet")
     safety = verdicts(run.trace)
     unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE}
-    everything = candidates(step)
-    among = [one for one in everything if one.path not in unsafe]
+    everything = candidates(step, chains(run.trace))
+    among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
     lowest = search.smallest()
     usual = {"none": search.plan([])}
     blocks = _blocks(everything)
-    if any(block.path in unsafe for block in blocks):
+    if not unsafe.isdisjoint(path for block in blocks for path in block.modules):
         blocks = []  # some of them alone are no usual plan
     for every, name in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
         if len(blocks) > every:
@@ -108,7 +108,8 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
             frontier = {**frontier, "within_budget": fitting}
     options = [_option(run, step, name, plan) for name, plan in (*usual.items(), *frontier.items())]
     chosen = _choose(step, options, budget, smallest, lowest)
-    gains = [(search.plan([]).peak.bytes - plan.peak.bytes, plan) for plan in (search.plan([one]) for one in among)]
+    single = [one for one in among if not one.keep and len(one.modules) == 1]
+    gains = [(search.plan([]).peak.bytes - plan.peak.bytes, plan) for plan in (search.plan([one]) for one in single)]
     gains.sort(key=lambda gain: (-gain[0], gain[1].again_ns))
     return Planning(
         step, _phase(run, step, usual["none"]), budget, options, chosen, gains,
@@ -129,8 +130,9 @@ def _choose(
 
 def _blocks(among: Sequence[Candidate]) -> list[Candidate]:
     """Items of lists of modules, those inside others left out."""
-    items = [one for one in among if one.path.rpartition(".")[2].isdecimal()]
-    return [one for one in items if not any(one.path.startswith(f"{other.path}.") for other in items)]
+    items = {one.modules[0]: one for one in among
+             if not one.keep and len(one.modules) == 1 and one.modules[0].rpartition(".")[2].isdecimal()}
+    return [one for path, one in items.items() if not any(path.startswith(f"{other}.") for other in items)]
 
 
 def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
@@ -147,7 +149,7 @@ def _noise(run: View, plan: Plan) -> int | None:
     """How much longer one step took than another for what the plan would run again, once it was warm."""
     trace = run.trace
     spans, steps = trace["spans"], trace["steps"]
-    paths = trace.numbers(*(one.path for one in plan.chosen))
+    paths = trace.numbers(*(path for one in plan.chosen for path in one.modules))
     mine = (spans["kind"] == Kind.MODULE) & np.isin(spans["name"], paths) & (spans["flags"] & GRAD_ON != 0)
     took = []
     for row in np.flatnonzero((steps["level"] == Level.FULL) & (steps["warm_up"] == 0)).tolist():

@@ -77,9 +77,6 @@ class Replay:
                 saves.span, saves.allocation, saves.packed, saves.unpacked, saves.released, saves.used))
         self._by_allocation = np.argsort(self._allocation, kind="stable")
         self._savers = self._allocation[self._by_allocation]
-        made = np.flatnonzero((step.size > 0) & (step.born >= step.first) & (step.born < step.last))
-        self._made = made[np.argsort(step.born[made], kind="stable")]
-        self._made_at = step.born[self._made]
         self._parts: dict[int, tuple[Region, _Part | None]] = {}
 
     def under(self, plan: Sequence[Region]) -> Replayed:
@@ -119,7 +116,7 @@ class Replay:
         first_packed = np.full(len(saved), step.last, dtype=np.int64)
         np.minimum.at(first_packed, which, self._packed[known])
 
-        made = self._made[slice(*np.searchsorted(self._made_at, (start, stop)))]
+        made = step.made_between(start, stop)
         # Autocast begins anew: weights that it had cast for others before are cast again where they are saved first.
         cast = step.cached[saved] & (step.born[saved] < start)
         kept, taken, not_made = self._kept(region)
@@ -168,7 +165,7 @@ class Replay:
             for row in range(low, high):
                 start, end = int(operators.start[row]), int(operators.end[row])
                 if operators.name[row] in region.keep and end <= calls[-1].end:
-                    inside = self._made[slice(*np.searchsorted(self._made_at, (start, end)))]
+                    inside = self.step.made_between(start, end)
                     made = inside[self.step.died[inside] >= end]
                     kept.append(made)
                     taken.append(np.full(len(made), 2 * end))

@@ -87,6 +87,12 @@ def verdicts(trace: Trace) -> dict[str, Verdict]:
     return {path: _verdict(path, about) for path, about in sorted(found.items())}
 
 
+def chains(trace: Trace) -> set[str]:
+    """Paths of modules that run the modules in them one after the other, and nothing else."""
+    facts = trace["region_facts"]
+    return {trace.text[module] for module in facts["module"][np.isin(facts["kind"], trace.numbers(m.CHAIN))]}
+
+
 def _called(trace: Trace) -> set[str]:
     """The modules of the step, whether or not they ran again."""
     facts, steps, spans = trace["region_facts"], trace["steps"], trace["spans"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Peak, Region, Replay
@@ -17,7 +19,7 @@ class Plan:
     """Modules that are checkpoints together.
 
     Attributes:
-        chosen: in the order in which they run; none inside another.
+        chosen: in the order in which they run; none is inside another.
         peak: of the step.
         again_ns: time that the step takes longer.
     """
@@ -32,11 +34,25 @@ class Search:
 
     def __init__(self, step: Step, among: Sequence[Candidate]) -> None:
         self._step, self._among = step, among
-        self._meets = [{j for j, b in enumerate(among) if i != j and a.overlaps(b)} for i, a in enumerate(among)]
+        regions = [(number, region.calls) for number, one in enumerate(among) for region in one.regions]
+        self._owner = np.array([number for number, _ in regions], dtype=np.int64)
+        self._begins = np.array([calls[0].first for _, calls in regions], dtype=np.int64)
+        self._ends = np.array([calls[-1].last for _, calls in regions], dtype=np.int64)
+        self._met: dict[int, frozenset[int]] = {}
         self._peaks: dict[frozenset[int], Peak] = {}
         self._replay = Replay(step)
         self._chain = Chain(self._replay, among)
         self._replays = 0  # that may still be made for what is looked for now
+
+    def _meets(self, number: int) -> frozenset[int]:
+        """The others of which some part runs inside a candidate, or it inside them."""
+        found = self._met.get(number)
+        if found is None:
+            mine = self._owner == number
+            together = (self._begins[None, :] <= self._ends[mine, None]) & (
+                self._begins[mine, None] <= self._ends[None, :])
+            found = self._met[number] = frozenset(self._owner[together.any(axis=0)].tolist()) - {number}
+        return found
 
     def plan(self, chosen: Iterable[Candidate]) -> Plan:
         """A plan of one's own."""
@@ -106,7 +122,7 @@ class Search:
                     continue
                 if not self._replays:
                     return None
-                tried = chosen - self._meets[number] | {number}
+                tried = chosen - self._meets(number) | {number}
                 left = self._excess(tried, budget)
                 if left < excess:
                     worth = (excess - left) / max(self._ns(tried) - self._ns(chosen), 1)
@@ -132,7 +148,7 @@ class Search:
         """The same with one exchanged for another, where that is cheaper and fits."""
         for out in self._dearest(chosen):
             for number in range(len(self._among)):
-                tried = (chosen - {out}) - self._meets[number] | {number}
+                tried = (chosen - {out}) - self._meets(number) | {number}
                 if self._ns(tried) < self._ns(chosen) and self._replays and self._peak(tried).bytes <= budget:
                     return tried
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ class Call:
     Attributes:
         path: of the module; ``number`` counts its calls in the run.
         start, end: the memory events inside it are ``start`` to ``end - 1``.
-        start_ns: when it began.
+        start_ns, end_ns: when it began and ended.
         first, last: ids of the spans inside it, its own included.
         arguments: allocations that it was given.
         outermost: no other call encloses it.
@@ -36,6 +38,7 @@ class Call:
     start: int
     end: int
     start_ns: int
+    end_ns: int
     first: int
     last: int
     arguments: Ints
@@ -112,6 +115,25 @@ class Step:
     calls: list[Call]
     work_ns: int
     random_state: int
+
+    @cached_property
+    def _made(self) -> tuple[Ints, Ints]:
+        made = np.flatnonzero((self.size > 0) & (self.born >= self.first) & (self.born < self.last))
+        made = made[np.argsort(self.born[made], kind="stable")]
+        return made, self.born[made]
+
+    def made_between(self, start: int, end: int) -> Ints:
+        """Allocations of the events from one to before another, in their order."""
+        made, born = self._made
+        return made[slice(*np.searchsorted(born, (start, end)))]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [call.first for call in self.calls]
+
+    def calls_inside(self, call: Call) -> list[Call]:
+        """The module calls inside one, at whatever depth."""
+        return self.calls[bisect_right(self._begins, call.first):bisect_right(self._begins, call.last)]
 
 
 def planned_step(run: View) -> Step:
@@ -203,10 +225,11 @@ def _calls(run: View, first: int, last: int) -> list[Call]:
     for row in np.flatnonzero(wanted).tolist():
         span = int(spans["id"][row])
         low, high = np.searchsorted(of, (span, span + 1))
+        start, end, start_ns, end_ns = (
+            int(spans[name][row]) for name in ("start_event", "end_event", "start_ns", "end_ns"))
         found.append(Call(
-            trace.text[spans["name"][row]], int(spans["call"][row]), int(spans["start_event"][row]),
-            int(spans["end_event"][row]), int(spans["start_ns"][row]), span, int(inside[row]), given[low:high],
-            bool(nest.outer_module[row] in (NONE, row))))
+            trace.text[spans["name"][row]], int(spans["call"][row]), start, end, start_ns, end_ns, span,
+            int(inside[row]), given[low:high], bool(nest.outer_module[row] in (NONE, row))))
     return sorted(found, key=lambda call: call.first)
 
 

@@ -51,7 +51,7 @@ def _time(planning: Planning, option: Option) -> str:
 
 
 def _modules(option: Option) -> str:
-    return _folded([one.path for one in option.plan.chosen]) or "none"
+    return _folded([path for one in option.plan.chosen for path in one.modules]) or "none"
 
 
 def _folded(paths: list[str]) -> str:
@@ -62,7 +62,7 @@ def _folded(paths: list[str]) -> str:
 def _gains(planning: Planning) -> list[str]:
     rows = []
     for gain, plan in [(gain, plan) for gain, plan in planning.gains if gain > 0][:PLAN_GAINS]:
-        rows.append([format_bytes(gain), share(plan.again_ns, planning.step.work_ns), plan.chosen[0].path])
+        rows.append([format_bytes(gain), share(plan.again_ns, planning.step.work_ns), plan.chosen[0].modules[0]])
     title = "What one module alone would do"
     return [title, *table(["peak lower by", "longer", "checkpoint"], rows, "rrl")] if rows else []
 
@@ -131,13 +131,14 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
 
 
 def _plan(planning: Planning, option: Option) -> dict[str, Any]:
-    gains = {plan.chosen[0].path: (gain, plan.again_ns) for gain, plan in planning.gains}
+    gains = {plan.chosen[0].modules[0]: (gain, plan.again_ns) for gain, plan in planning.gains}
     plan, budget = option.plan, planning.budget
     return {
         "name": option.name,
         "regions": [
-            {"modules": [one.path], "kind": "full", "keep": [],
-             "gain": dict(zip(("peak_bytes", "step_time_ns"), gains[one.path], strict=True))} for one in plan.chosen],
+            {"modules": list(one.modules), "kind": "selective" if one.keep else "full", "keep": list(one.keep),
+             "gain": dict(zip(("peak_bytes", "step_time_ns"), gains[one.modules[0]], strict=True))}
+            for one in plan.chosen],
         "predicted": {
             "peak_bytes": plan.peak.bytes, "phase": option.phase, "step_time_ns": planning.step.work_ns + plan.again_ns,
             "time_noise_ns": option.noise_ns},

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from memdiag.apply.regions import is_chain
 from memdiag.record.frames import in_torch, is_users
 from memdiag.record.regions.before import hooks_of, variables
 from memdiag.record.regions.state import Reached, code_of, picture
@@ -101,6 +102,8 @@ class Calls:
         key = path, self._count[path]
         self._count[path] += 1
         self.note_of(key, m.PROBED, None, None)
+        if is_chain(module):
+            self.note_of(key, m.CHAIN, None, None)
         for hook in hooks_of(module):
             self._hook(hook)
         if module not in self._variables:
