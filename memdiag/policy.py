@@ -170,6 +170,10 @@ PLAN_KEPT = 4
 """Operators that one checkpoint keeps at most: the first few take most of the time, and what they make is the largest
 of what it saves."""
 
+PLAN_KEPT_SHARE = 0.05
+"""Share of the time of a checkpoint that an operator must take to be kept: to keep one, each operator of the region is
+called by way of Python, which takes some microseconds."""
+
 PLAN_RUN = 16
 """Modules in one checkpoint at most: what all of them make is there at once when they run again."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from memdiag.plan.replay import Region
 from memdiag.plan.step import Call, Ints, Step
-from memdiag.policy import PLAN_KEPT, PLAN_RUN
+from memdiag.policy import PLAN_KEPT, PLAN_KEPT_SHARE, PLAN_RUN
 from memdiag.trace import NONE
 
 _INDEX = re.compile(r"\d+")
@@ -122,11 +122,12 @@ def _keeping(step: Step, one: _One) -> Iterator[Candidate]:
     if not any(step.calls_inside(call) for call in one.calls):
         return  # a layer: to keep what it makes is to leave it alone
     keep: list[str] = []
-    less_ns = 0
+    less_ns = -step.keeping_ns * sum(map(step.operators_inside, one.calls))
     for name, took_ns in _worth_keeping(step, one)[:PLAN_KEPT]:
         keep.append(name)
         less_ns += took_ns
-        yield _alone(one, tuple(keep), less_ns)
+        if less_ns > 0:
+            yield _alone(one, tuple(keep), less_ns)
 
 
 def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
@@ -149,7 +150,8 @@ def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
                 times[name] += int(operators.took_ns[row])
             if step.cached[made].any():
                 cast.add(name)  # autocast keeps it, and PyTorch does not know which of the two has it
-    worth = [(name, times[name]) for name in sizes if times[name] and name not in cast]
+    least = max(PLAN_KEPT_SHARE * one.again_ns, 1)
+    worth = [(name, times[name]) for name in sizes if times[name] >= least and name not in cast]
     return sorted(worth, key=lambda pair: (-pair[1] / sizes[pair[0]], pair[0]))
 
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from memdiag.plan.step import Call, Ints, Step
 from memdiag.trace import NONE
@@ -81,15 +80,11 @@ class Replay:
 
     def under(self, plan: Sequence[Region]) -> Replayed:
         """The step under a plan of regions that do not overlap."""
-        rows = _Rows()
         parts = [part for part in map(self._part, plan) if part is not None]
-        for number, part in enumerate(parts):
-            rows.add(part.slot, _WINDOW * (number + 1) + 2 * np.arange(len(part.sizes)), part.sizes, number)
-            rows.add(part.after, _AFTER, -part.after_sizes)
-            if self.step.random_state:
-                rows.add([2 * part.region.calls[0].start, part.over], 0, [1, -1] * np.array(self.step.random_state))
-        if parts:
-            self._goes_otherwise(rows, parts)
+        if not parts:
+            return Replayed(self.step, [], _NONE, _NONE, _NONE)
+        rows = _Rows(parts)
+        self._goes_otherwise(rows, parts)
         return Replayed(self.step, [part.region for part in parts], *rows.sorted())
 
     def _part(self, region: Region) -> _Part | None:
@@ -120,8 +115,9 @@ class Replay:
         # Autocast begins anew: weights that it had cast for others before are cast again where they are saved first.
         cast = step.cached[saved] & (step.born[saved] < start)
         kept, taken, not_made = self._kept(region)
+        held = np.array([2 * start, over]), np.array([1, -1]) * step.random_state
         if not len(asked):  # backward does not come to it: nothing runs again
-            return _Part(region, low, high, slot, over, _NONE, _NONE, _NONE, self._given(calls), saved, kept,
+            return _Part(region, low, high, slot, over, _NONE, *held, self._given(calls), saved, kept,
                          np.full(len(kept), over), _Taken(_NONE, _NONE, _NONE, _NONE))
         if len(not_made):
             made = made[~np.isin(made, not_made)]
@@ -145,8 +141,9 @@ class Replay:
         ends[within] = place[2 + len(ids):]
         mine = slice(len(ids) - len(again), None)
         return _Part(
-            region, low, high, slot, over, sizes[order], 2 * used_at[~within], step.size[ids[~within]],
-            self._given(calls), saved, kept, np.where(taken <= 2 * stop, slot, over),
+            region, low, high, slot, over, sizes[order], np.concatenate([held[0], 2 * used_at[~within]]),
+            np.concatenate([held[1], -step.size[ids[~within]]]), self._given(calls), saved, kept,
+            np.where(taken <= 2 * stop, slot, over),
             _Taken(again, place[2:2 + len(ids)][mine], ends[mine], 2 * used_at[mine]))
 
     def _given(self, calls: Sequence[Call]) -> Ints:
@@ -181,12 +178,15 @@ class Replay:
         given = np.concatenate([part.given for part in parts])
         given_until = np.concatenate([np.full(len(part.given), part.over) for part in parts])
         kept = np.concatenate([part.kept for part in parts])
-        ids = np.unique(np.concatenate([given, kept, *(part.saved for part in parts)]))
-        ids = ids[step.size[ids] > 0]
+        own = np.concatenate([kept, *(part.saved for part in parts)])
+        ids, place = np.unique(np.concatenate([own, given]), return_inverse=True)
+        freed = np.zeros(len(ids), dtype=bool)
+        freed[place[:len(own)]] = True
+        sized = step.size[ids] > 0
+        ids, freed = ids[sized], freed[sized]
         dies = 2 * step.died[ids] + 1
         goes = dies.copy()
-        saved = np.isin(ids, np.concatenate([part.saved for part in parts]))
-        freed = (saved | np.isin(ids, kept)) & (step.let_go[ids] != NONE) & (step.born[ids] >= step.first)
+        freed &= (step.let_go[ids] != NONE) & (step.born[ids] >= step.first)
         goes[freed] = np.maximum(2 * step.let_go[ids[freed]], self._saved_elsewhere(ids[freed], inside))
         _at_least(goes, ids, given, given_until)
         for number, part in enumerate(parts):
@@ -207,9 +207,10 @@ class Replay:
         covered = longer & saved & (goes[at] <= taken.used)
         goes[at[covered]] = part.slot
         off = longer & ~covered
-        rows.add(part.slot, order + 2 * taken.begins[off] - 1, -size[off])
+        rows.add(np.full(off.sum(), part.slot), order + 2 * taken.begins[off] - 1, -size[off])
         rows.add(taken.used[off & saved], _AFTER - 1, size[off & saved])
-        rows.add(part.slot, order + 2 * taken.ends[off & ~saved] + 1, size[off & ~saved])
+        off &= ~saved
+        rows.add(np.full(off.sum(), part.slot), order + 2 * taken.ends[off] + 1, size[off])
 
     def _saved_elsewhere(self, ids: Ints, inside: Ints) -> Ints:
         """The slot until which something outside the regions has each saved; NONE where nothing has."""
@@ -243,7 +244,8 @@ class _Part:
         slot: in which it runs again.
         over: the slot in which backward is through with it.
         sizes: bytes that come while it runs again, and go where they are negative, one after the other.
-        after, after_sizes: slots in which what it made for backward goes again, and bytes.
+        others, other_sizes: slots in which something else of it comes or goes, and bytes: the random state that it
+            keeps, then what backward has used.
         given, saved: allocations.
         kept, kept_until: allocations, and the slots until which they stay.
     """
@@ -254,8 +256,8 @@ class _Part:
     slot: int
     over: int
     sizes: Ints
-    after: Ints
-    after_sizes: Ints
+    others: Ints
+    other_sizes: Ints
     given: Ints
     saved: Ints
     kept: Ints
@@ -286,19 +288,27 @@ class _Rows:
     what they have made for what follows in the same slot.
     """
 
-    def __init__(self) -> None:
-        self._columns: list[tuple[Ints, Ints, Ints, Ints]] = []
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        counts = [len(part.sizes) for part in parts]
+        number = np.repeat(np.arange(len(parts)), counts)
+        within = np.concatenate([2 * np.arange(count) for count in counts])
+        others = np.concatenate([part.others for part in parts])
+        order = np.full(len(others), _AFTER)
+        begins = np.cumsum([0, *(len(part.others) for part in parts[:-1])])
+        order[begins] = order[begins + 1] = 0  # the random states
+        self._columns = [
+            (np.repeat([part.slot for part in parts], counts), _WINDOW * (number + 1) + within,
+             np.concatenate([part.sizes for part in parts]), number),
+            (others, order, np.concatenate([part.other_sizes for part in parts]), np.full(len(others), NONE))]
 
-    def add(self, slot: ArrayLike, order: ArrayLike, size: ArrayLike, region: int = NONE) -> None:
+    def add(self, slots: Ints, order: int | Ints, sizes: Ints) -> None:
         """Bytes that come; that go, where they are negative."""
-        slots, orders, sizes, regions = (
-            np.asarray(column, dtype=np.int64).ravel() for column in np.broadcast_arrays(slot, order, size, region))
-        self._columns.append((slots, orders, sizes, regions))
+        if len(slots):
+            orders = np.full(len(slots), order) if isinstance(order, int) else order
+            self._columns.append((slots, orders, sizes, np.full(len(slots), NONE)))
 
     def sorted(self) -> tuple[Ints, Ints, Ints]:
         """Slots, sizes and regions, in their order."""
-        if not self._columns:
-            return _NONE, _NONE, _NONE
         slot, order, size, region = (np.concatenate(column) for column in zip(*self._columns, strict=True))
         rows = np.lexsort((order, slot))
         return slot[rows], size[rows], region[rows]

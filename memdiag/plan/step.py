@@ -98,6 +98,8 @@ class Step:
         calls: of modules, in the order in which they began.
         work_ns: time in its forwards, backwards and optimizers, as it was recorded.
         random_state: bytes of this device that a copy of the random state takes.
+        ran: ids of the spans of its operators, in their order.
+        keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
     """
 
     number: int
@@ -115,6 +117,8 @@ class Step:
     calls: list[Call]
     work_ns: int
     random_state: int
+    ran: Ints
+    keeping_ns: int
 
     @cached_property
     def _made(self) -> tuple[Ints, Ints]:
@@ -130,6 +134,11 @@ class Step:
     @cached_property
     def _begins(self) -> list[int]:
         return [call.first for call in self.calls]
+
+    def operators_inside(self, call: Call) -> int:
+        """How many operators a call runs, as the script calls them."""
+        first, after = np.searchsorted(self.ran, (call.first, call.last + 1))
+        return int(after - first)
 
     def calls_inside(self, call: Call) -> list[Call]:
         """The module calls inside one, at whatever depth."""
@@ -160,7 +169,9 @@ def planned_step(run: View) -> Step:
         number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
         np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
         _saves(trace, first, last), _operators(trace), calls, _work(run, first, last),
-        int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0)
+        int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
+        np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
+        int(trace.about.get("keeping_ns", 0)))
 
 
 def _work(run: View, first: int, last: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memdiag import policy
+from memdiag.apply.operators import keeping_ns
 from memdiag.errors import MemdiagError
 from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
@@ -242,6 +243,7 @@ class Recorder:
         }
         if self._rehearsals is not None:
             facts["random_state_bytes"] = torch.get_rng_state().nbytes
+            facts["keeping_ns"] = keeping_ns()
 
         def write() -> None:
             self._flush()
