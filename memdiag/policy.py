@@ -166,6 +166,10 @@ block of twelve does."""
 PLAN_TOLERANCE = 0.001
 """Share of the peak to which the smallest one is looked for: a tenth of what the noise of a batch's size is."""
 
+PLAN_CANDIDATES = 10_000
+"""Modules, runs of them and the same with operators kept that a search for plans takes: a thousand blocks with their
+runs, as a whole; of a hundred blocks all that is in them too."""
+
 PLAN_KEPT = 4
 """Operators that one checkpoint keeps at most: the first few take most of the time, and what they make is the largest
 of what it saves."""

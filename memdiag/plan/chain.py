@@ -41,6 +41,10 @@ class _Way:
     needed: int
 
 
+_APART = 4
+"""Of repeated blocks, and runs of them, so many at either end are replayed each for itself. Those between do above what
+is there before them as the last of the first did: all else in the step being equal, exactly that."""
+
 _NO_LABELS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
 
 
@@ -77,11 +81,23 @@ class Chain:
 
         for number in range(parts):
             self._ways[number].append(_Way(NONE, number + 1, 0, 0, needed(bare, number, number + 1)))
-        for number, run in calls.items():
-            begin, end = (int(np.searchsorted(ids, key)) for key in (run[0].first, run[-1].last + 1))
-            live = replay.under(among[number].regions)
-            freed = live.freed(int(starts[end]), int(over[end]))
-            self._ways[begin].append(_Way(number, end, freed, among[number].again_ns, needed(live, begin, end)))
+        kinds: dict[object, list[int]] = defaultdict(list)
+        for number in calls:
+            kinds[among[number].kind].append(number)
+        for alike in kinds.values():
+            seen: tuple[int, int, int] | None = None
+            for place, number in enumerate(alike):
+                run = calls[number]
+                begin, end = (int(np.searchsorted(ids, key)) for key in (run[0].first, run[-1].last + 1))
+                levels = bare.before(int(starts[begin])), bare.before(int(over[end]))
+                if seen is None or place < _APART or place >= len(alike) - _APART:
+                    live = replay.under(among[number].regions)
+                    seen = (live.freed(int(starts[end]), int(over[end])),
+                            live.highest(int(starts[begin]), int(starts[end])) - levels[0],
+                            live.highest(int(over[end]), int(over[begin])) - levels[1])
+                freed, forward, backward = seen
+                self._ways[begin].append(_Way(
+                    number, end, freed, among[number].again_ns, max(forward + levels[0], backward + levels[1])))
         self._highest = bare.peak.bytes
         if parts:
             self.floor = max(bare.highest(0, int(starts[0])), bare.highest(int(over[0]), 2 * step.last + 2))
@@ -93,6 +109,9 @@ class Chain:
         """Numbers of the candidates of the cheapest plan; None where none fits."""
         if self.floor > budget or not self._parts:
             return [] if self._highest <= budget else None
+        # What is still needed at a part or later: to have freed more than that is of no use.
+        most = [max(way.needed for way in ways) for ways in self._ways] + [self._tail]
+        enough = np.maximum.accumulate(most[::-1])[::-1] - budget
         waiting: dict[int, list[tuple[Ints, Ints, Ints]]] = defaultdict(list)
         waiting[0] = [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 3), NONE))]
         labels: list[tuple[Ints, Ints, Ints]] = []
@@ -101,7 +120,8 @@ class Chain:
             if found is None:
                 labels.append(_NO_LABELS)
                 continue
-            freed, spent, came = _best(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+            freed, spent, came = (np.concatenate(columns) for columns in zip(*found, strict=True))
+            freed, spent, came = _best(np.minimum(freed, enough[part]), spent, came)
             labels.append((freed, spent, came))
             for way in self._ways[part] if part < self._parts else []:
                 fits = np.flatnonzero(way.needed - freed <= budget)
@@ -126,14 +146,12 @@ class Chain:
 
 
 def _best(freed: Ints, spent: Ints, came: Ints) -> tuple[Ints, Ints, Ints]:
-    """Labels of which no other has freed as much in less time; thinned out, where there are too many, to one of each
-    stretch of time, the one that has freed most."""
+    """Labels of which no other has freed as much in less time; where there are too many, some of each stretch."""
     order = np.lexsort((-freed, spent))
     freed, spent, came = freed[order], spent[order], came[order]
     more = np.concatenate([[True], freed[1:] > np.maximum.accumulate(freed)[:-1]])
     freed, spent, came = freed[more], spent[more], came[more]
     if len(freed) > PLAN_LABELS:
-        cell = (spent - spent[0]) * (PLAN_LABELS - 1) // max(int(spent[-1] - spent[0]), 1)
-        last = np.concatenate([cell[1:] != cell[:-1], [True]])
-        freed, spent, came = freed[last], spent[last], came[last]
+        few = np.linspace(0, len(freed) - 1, PLAN_LABELS).astype(np.int64)
+        freed, spent, came = freed[few], spent[few], came[few]
     return freed, spent, came

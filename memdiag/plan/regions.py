@@ -13,7 +13,7 @@ import numpy as np
 
 from memdiag.plan.replay import Region
 from memdiag.plan.step import Call, Ints, Step
-from memdiag.policy import PLAN_KEPT, PLAN_KEPT_SHARE, PLAN_RUN
+from memdiag.policy import PLAN_CANDIDATES, PLAN_KEPT, PLAN_KEPT_SHARE, PLAN_RUN
 from memdiag.trace import NONE
 
 _INDEX = re.compile(r"\d+")
@@ -30,6 +30,8 @@ class Candidate:
             and of repeated blocks as long as the median one; what is kept is taken off.
         keep: operators whose results are kept.
         by_hand: several modules that a loop of the script's own runs, so that it has to be written there.
+        saved_bytes: of the step's own tensors that it saves for backward.
+        kind: equal for those that are alike: repeated blocks, as many of them, with the same kept.
     """
 
     modules: tuple[str, ...]
@@ -37,6 +39,8 @@ class Candidate:
     again_ns: int
     keep: tuple[str, ...] = ()
     by_hand: bool = False
+    saved_bytes: int = 0
+    kind: object = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class _One:
     path: str
     calls: tuple[Call, ...]
     saved: frozenset[int]
-    kind: tuple[object, ...]
+    kind: int
+    saved_bytes: int
     whole_ns: int
     again_ns: int
 
@@ -70,12 +75,27 @@ def candidates(step: Step, chains: Collection[str] = ()) -> list[Candidate]:
     found = [_alone(one) for one in best.values()]
     found += [kept for one in best.values() for kept in _keeping(step, one)]
     found += _runs(step, ones, chains)
-    return sorted(found, key=lambda one: one.regions[0].calls[0].first)
+    return sorted(_largest(found), key=lambda one: one.regions[0].calls[0].first)
+
+
+def _largest(found: list[Candidate]) -> Iterator[Candidate]:
+    """As many as can be searched: kinds that save most in one of them, all of a kind or none."""
+    left = PLAN_CANDIDATES
+    count = Counter(one.kind for one in found)
+    kinds = {one.kind: one for one in sorted(found, key=lambda one: one.saved_bytes)}
+    taken: set[object] = set()
+    for kind, _ in sorted(kinds.items(), key=lambda pair: -pair[1].saved_bytes):
+        left -= count[kind]
+        if left < 0 and taken:
+            break
+        taken.add(kind)
+    return (one for one in found if one.kind in taken)
 
 
 def _alone(one: _One, keep: tuple[str, ...] = (), less_ns: int = 0) -> Candidate:
     return Candidate(
-        (one.path,), tuple(Region((call,), keep) for call in one.calls), max(one.again_ns - less_ns, 0), keep)
+        (one.path,), tuple(Region((call,), keep) for call in one.calls), max(one.again_ns - less_ns, 0), keep,
+        saved_bytes=one.saved_bytes, kind=(one.kind, keep))
 
 
 def _ones(step: Step) -> dict[str, _One]:
@@ -88,6 +108,7 @@ def _ones(step: Step) -> dict[str, _One]:
     order = np.argsort(saves.span, kind="stable")
     spans = saves.span[order]
     found = {}
+    kinds: dict[tuple[object, ...], int] = {}
     for path, mine in calls.items():
         saved: list[int] = []
         again_ns = 0
@@ -98,14 +119,17 @@ def _ones(step: Step) -> dict[str, _One]:
                 again_ns += int(saves.time_ns[rows].max()) - call.start_ns
         rows = np.array(saved, dtype=np.int64)
         sizes = step.size[saves.allocation[rows]] * (saves.allocation[rows] != NONE)
+        kind = _INDEX.sub("*", path), *sizes.tolist()
+        own = np.unique(step.saves.allocation[rows])
+        own = own[(own != NONE) & (step.born[own] >= step.first)]
         found[path] = _One(
-            path, tuple(mine), frozenset(saved), (_INDEX.sub("*", path), *sizes.tolist()),
+            path, tuple(mine), frozenset(saved), kinds.setdefault(kind, len(kinds)), int(step.size[own].sum()),
             sum(call.end_ns - call.start_ns for call in mine), again_ns)
     return found
 
 
 def _with_typical_times(ones: dict[str, _One]) -> dict[str, _One]:
-    alike: dict[tuple[object, ...], list[_One]] = defaultdict(list)
+    alike: dict[int, list[_One]] = defaultdict(list)
     for one in ones.values():
         alike[one.kind].append(one)
     typical = {kind: (int(median_low(one.whole_ns for one in those)), int(median_low(one.again_ns for one in those)))
@@ -170,7 +194,8 @@ def _runs(step: Step, ones: dict[str, _One], chains: Collection[str]) -> Iterato
                     yield Candidate(
                         tuple(one.path for one in run),
                         tuple(Region(turn[start:start + length]) for turn in calls),
-                        sum(one.whole_ns for one in run[:-1]) + run[-1].again_ns, by_hand=by_hand)
+                        sum(one.whole_ns for one in run[:-1]) + run[-1].again_ns, by_hand=by_hand,
+                        saved_bytes=sum(one.saved_bytes for one in run), kind=tuple(one.kind for one in run))
 
 
 def _lengths(count: int) -> Iterator[int]:
@@ -178,14 +203,17 @@ def _lengths(count: int) -> Iterator[int]:
     length = 2
     while length <= min(PLAN_RUN, 2 * isqrt(count), count):
         yield length
-        length += max(length // 4, 1)
+        length += max(length // 2, 1)
 
 
 def _in_chains(step: Step, chains: Collection[str]) -> Iterator[tuple[list[str], bool]]:
     """What follows each other in a module that runs nothing else, whenever it runs."""
     count = Counter(call.path for call in step.calls)
-    for path in chains:
-        around = [call for call in step.calls if call.path == path]
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in step.calls:
+        calls[call.path].append(call)
+    for path in sorted(chains):
+        around = calls[path]
         prefix = "" if around and around[0].outermost else f"{path}."
         turns = {tuple(inner.path for inner in step.calls_inside(call) if _is_child(inner.path, prefix))
                  for call in around}

@@ -371,6 +371,12 @@ class Replayed:
         most = int(self._more[low:high].max(initial=self._more[low - 1] if low else 0))
         return -most
 
+    def before(self, slot: int) -> int:
+        """Live bytes when a slot begins."""
+        event, row = slot // 2 - self._step.first, int(np.searchsorted(self._slots, slot))
+        recorded = self._step.live[min(event, len(self._step.live)) - 1] if event > 0 else self._step.before
+        return int(recorded) + (int(self._more[row - 1]) if row else 0)
+
     def excess(self, budget: int) -> int:
         """By how much the step is above a budget: bytes, summed over all its moments."""
         live = self._step.live + self._added(np.arange(len(self._step.live)))

@@ -73,12 +73,19 @@ class Search:
     def smallest(self) -> Plan:
         """The plan with the lowest peak that is found, and of these the cheapest."""
         bare = lowest = self.plan([]).peak.bytes
-        low = 0  # nothing was found within it
+        low = min(self._untouched(), lowest) - 1  # nothing is found within it
         while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
             low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
         return self.within(lowest) or self.plan([])
+
+    def _untouched(self) -> int:
+        """The highest where no plan changes anything: before the first candidate, and after all that was saved."""
+        begins = min((region.calls[0].start for one in self._among for region in one.regions), default=self._step.last)
+        over = int(self._step.saves.released.max(initial=self._step.first))
+        bare, end = self._replay.under([]), 2 * self._step.last + 2
+        return max(bare.highest(0, 2 * begins), bare.highest(2 * over + 1, end))
 
     def frontier(self, smallest: Plan) -> list[Plan]:
         """From no checkpoint at all to the smallest peak: plans of which none is lower and cheaper than another."""
@@ -148,8 +155,10 @@ class Search:
         """The same with one exchanged for another, where that is cheaper and fits."""
         for out in self._dearest(chosen):
             for number in range(len(self._among)):
+                if not self._replays:
+                    return None
                 tried = (chosen - {out}) - self._meets(number) | {number}
-                if self._ns(tried) < self._ns(chosen) and self._replays and self._peak(tried).bytes <= budget:
+                if self._ns(tried) < self._ns(chosen) and self._peak(tried).bytes <= budget:
                     return tried
         return None
 
