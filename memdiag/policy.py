@@ -181,6 +181,10 @@ called by way of Python, which takes some microseconds."""
 PLAN_RUN = 16
 """Modules in one checkpoint at most: what all of them make is there at once when they run again."""
 
+PLAN_BY_HAND = 0.01
+"""Share of the step's time that a plan must spare to be worth a change of the script: less is within what steps differ
+by."""
+
 PLAN_REASONS = 6
 """Unsafe modules in the text report of plans: the first few say what is the matter, and JSON has all."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from memdiag.errors import MemdiagError
 from memdiag.plan.regions import Candidate, candidates
-from memdiag.plan.safety import Safety, Verdict, chains, verdicts
+from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
+from memdiag.policy import PLAN_BY_HAND
 from memdiag.trace import Kind, Level, Role
-from memdiag.trace.model import GRAD_ON, RECOMPUTE
+from memdiag.trace.model import GRAD_ON
 from memdiag.trace.view import View
 
 _FREED = {  # what checkpoints change; all else at the peak is there whatever the plan
@@ -29,10 +29,12 @@ class Option:
         name: ``none``, ``every_block``, ``every_2nd_block``, or what it is on the frontier.
         phase: of its peak; ``recompute`` while a region runs again.
         noise_ns: how much the time of what would run again differed from step to step; None where one step was seen.
+        alone: bytes by which each of its checkpoints by itself would lower the peak.
     """
 
     name: str
     plan: Plan
+    alone: tuple[int, ...]
     phase: str | None
     noise_ns: int | None
 
@@ -54,7 +56,8 @@ class Planning:
     """Plans of one step.
 
     Attributes:
-        options: the usual ones by name, then the frontier, highest peak first.
+        options: the usual ones by name, then the frontier, highest peak first; last, ``by_hand``, one with runs of
+            modules that have to be written into the script, where that is better than all others.
         chosen: index among these: with a budget the cheapest that fits (None: none does); asked for the smallest, that;
             else the one with the least peak × step time of the frontier.
         gains: of each candidate by itself, largest first: bytes by which the peak falls (rises, where negative), and
@@ -81,16 +84,12 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
         smallest: choose the lowest peak that is found.
 
     Raises:
-        MemdiagError: there is no such step, it has nothing to checkpoint, or checkpoints of its own.
+        MemdiagError: there is no such step.
     """
-    spans = run.trace["spans"]
     step = planned_step(run)
-    again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= step.first) & (spans["end_event"] <= step.last)
-    if again.any():
-        raise MemdiagError("the script has checkpoints already: plans on top of them are not made yet")
     safety = verdicts(run.trace)
     unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE}
-    everything = candidates(step, chains(run.trace))
+    everything = _free(step, candidates(step, chains(run.trace)), with_checkpoints(run.trace))
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
     lowest = search.smallest()
@@ -106,14 +105,31 @@ def plans(run: View, budget: int | None = None, smallest: bool = False) -> Plann
         fitting = search.within(budget)
         if fitting is not None and fitting.chosen:
             frontier = {**frontier, "within_budget": fitting}
-    options = [_option(run, step, name, plan) for name, plan in (*usual.items(), *frontier.items())]
+    options = [_option(run, step, search, name, plan) for name, plan in (*usual.items(), *frontier.items())]
     chosen = _choose(step, options, budget, smallest, lowest)
+    written = [one for one in everything if one.by_hand and unsafe.isdisjoint(one.modules)]
+    if written:
+        rival = lowest if budget is None or chosen is None else options[chosen].plan
+        wider = Search(step, [*among, *written])
+        plan = _by_hand(step, wider, rival, budget)
+        options += [] if plan is None else [_option(run, step, wider, "by_hand", plan)]
     single = [one for one in among if not one.keep and len(one.modules) == 1]
     gains = [(search.plan([]).peak.bytes - plan.peak.bytes, plan) for plan in (search.plan([one]) for one in single)]
     gains.sort(key=lambda gain: (-gain[0], gain[1].again_ns))
     return Planning(
         step, _phase(run, step, usual["none"]), budget, options, chosen, gains,
         _floor(run, lowest) if budget is not None and chosen is None else None, safety)
+
+
+def _free(step: Step, among: Sequence[Candidate], around: Collection[str]) -> list[Candidate]:
+    """Candidates that are not inside a checkpoint of the script's own, nor have one in them."""
+    inside = {one.what for one in step.present}
+
+    def free(path: str) -> bool:
+        parts = path.split(".")
+        return path not in around and inside.isdisjoint(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+    return [one for one in among if all(map(free, one.modules))]
 
 
 def _choose(
@@ -135,8 +151,20 @@ def _blocks(among: Sequence[Candidate]) -> list[Candidate]:
     return [one for path, one in items.items() if not any(path.startswith(f"{other}.") for other in items)]
 
 
-def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
-    return Option(name, plan, _phase(run, step, plan), _noise(run, plan))
+def _by_hand(step: Step, search: Search, rival: Plan, budget: int | None) -> Plan | None:
+    """A plan with runs of modules that only the script itself can put into one checkpoint, where that is better: where
+    it alone fits the budget, or spares time."""
+    plan = search.within(rival.peak.bytes if budget is None else budget)
+    if plan is None or not any(one.by_hand for one in plan.chosen):
+        return None
+    alone = budget is not None and rival.peak.bytes > budget
+    return plan if alone or rival.again_ns - plan.again_ns > PLAN_BY_HAND * step.work_ns else None
+
+
+def _option(run: View, step: Step, search: Search, name: str, plan: Plan) -> Option:
+    bare = search.plan([]).peak.bytes
+    alone = tuple(bare - search.plan([one]).peak.bytes for one in plan.chosen)
+    return Option(name, plan, alone, _phase(run, step, plan), _noise(run, plan))
 
 
 def _phase(run: View, step: Step, plan: Plan) -> str | None:

@@ -131,14 +131,13 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
 
 
 def _plan(planning: Planning, option: Option) -> dict[str, Any]:
-    gains = {plan.chosen[0].modules[0]: (gain, plan.again_ns) for gain, plan in planning.gains}
     plan, budget = option.plan, planning.budget
     return {
         "name": option.name,
         "regions": [
             {"modules": list(one.modules), "kind": "selective" if one.keep else "full", "keep": list(one.keep),
-             "gain": dict(zip(("peak_bytes", "step_time_ns"), gains[one.modules[0]], strict=True))}
-            for one in plan.chosen],
+             "gain": {"peak_bytes": gain, "step_time_ns": one.again_ns}}
+            for one, gain in zip(plan.chosen, option.alone, strict=True)],
         "predicted": {
             "peak_bytes": plan.peak.bytes, "phase": option.phase, "step_time_ns": planning.step.work_ns + plan.again_ns,
             "time_noise_ns": option.noise_ns},
