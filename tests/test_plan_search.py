@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import overlap
-from test_plan_replay import applied_peak, as_file, recorded
+from test_plan_replay import applied_peak, as_file, recorded, recorded_with_choice
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate, candidates
@@ -31,11 +31,30 @@ def among(name: str) -> list[Candidate]:
     return [one for one in candidates(step) if not one.keep and len(one.modules) == 1 and one.modules[0] in PARTS[name]]
 
 
-def all_plans(choice: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
-    for number in range(len(choice) + 1):
-        for plan in combinations(choice, number):
-            if not any(overlap(a, b) for a, b in combinations(plan, 2)):
-                yield plan
+def wide(name: str) -> list[Candidate]:
+    """Runs of modules, and modules that keep operators, beside some of the plain ones."""
+    _, _, choice = recorded_with_choice(name, False)
+    if name == "resnet":
+        return [one for one in choice if one.modules[0].startswith("blocks.") and one.modules[0].count(".") == 1]
+    paths = "blocks.1", "blocks.4.mlp"
+    return [one for one in choice if one.modules[0].startswith(paths) and (
+        one.keep or len(one.modules) > 1 or one.modules[0] in paths)]
+
+
+def all_plans(choice: Sequence[Candidate]) -> Iterator[tuple[int, ...]]:
+    """Numbers of candidates of which none is inside another."""
+    plans: list[tuple[int, ...]] = [()]
+    for number, one in enumerate(choice):
+        plans += [(*plan, number) for plan in plans if not any(overlap(one, choice[other]) for other in plan)]
+    return iter(plans)
+
+
+@cache
+def all_peaks(find: Callable[[str], list[Candidate]], name: str) -> list[tuple[int, tuple[int, ...]]]:
+    step, _ = recorded(name, False)
+    choice, replay = find(name), Replay(step)
+    return [(replay.under([region for number in plan for region in choice[number].regions]).peak.bytes, plan)
+            for plan in all_plans(choice)]
 
 
 def spent(plan: Sequence[Candidate]) -> int:
@@ -43,15 +62,16 @@ def spent(plan: Sequence[Candidate]) -> int:
 
 
 class TestWithin:
-    @pytest.mark.parametrize("name", PARTS)
+    @pytest.mark.parametrize(("find", "name"), [
+        *((among, name) for name in PARTS), *((wide, name) for name in ("resnet", "gpt"))])
     @given(data=st.data())
     @settings(max_examples=8, deadline=None)
-    def test_it_fits_and_no_plan_is_cheaper(self, name: str, data: st.DataObject) -> None:
+    def test_it_fits_and_no_plan_is_cheaper(
+            self, find: Callable[[str], list[Candidate]], name: str, data: st.DataObject) -> None:
         # GIVEN a recorded step, any times for its parts, and any budget
         step, _ = recorded(name, False)
-        choice = [replace(one, again_ns=data.draw(st.integers(1, 1000), label=one.modules[0])) for one in among(name)]
-        plans = [(peak_under(step, [region for one in plan for region in one.regions]).bytes, spent(plan))
-                 for plan in all_plans(choice)]
+        choice = [replace(one, again_ns=data.draw(st.integers(1, 1000), label=one.modules[0])) for one in find(name)]
+        plans = [(peak, spent([choice[number] for number in plan])) for peak, plan in all_peaks(find, name)]
         lowest, highest = min(peak for peak, _ in plans), max(peak for peak, _ in plans)
         budget = data.draw(st.integers(lowest - 1, highest), label="budget")
         fitting = [cost for peak, cost in plans if peak <= budget]
