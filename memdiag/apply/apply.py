@@ -12,6 +12,7 @@ from torch import nn
 from memdiag.apply.operators import Keep
 from memdiag.apply.read import Plan, Region, read
 from memdiag.apply.regions import Chained, Checkpointed, is_chain
+from memdiag.emit.pieces import CHECKPOINT, are_indices, chain, imports
 from memdiag.errors import MemdiagError
 
 Forward = Checkpointed | Chained
@@ -131,24 +132,9 @@ def _container(model: nn.Module, region: Region) -> nn.Sequential:
 
 def _code(region: Region, container: nn.Module) -> str:
     """What to write by hand for modules that the model's own code runs."""
-    modules = [_expression(path) for path in region.modules]
-    names = [_name(path) for path in region.modules]
-    start = list(container._modules).index(names[0])
-    one_by_one = f"({', '.join(modules)})"
-    if isinstance(container, nn.ModuleList) and names == [str(start + n) for n in range(len(names))]:
-        one_by_one = f"{_expression(region.modules[0].rpartition('.')[0])}[{start}:{start + len(names)}]"
-    context, imports = "", "from torch.utils.checkpoint import checkpoint"
-    if region.keep:
-        operators = ", ".join(f"torch.ops.{operator}" for operator in Keep(region.keep).operators)
-        imports = ("from functools import partial\n\nimport torch\n"
-                   "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts")
-        context = f",\n               context_fn=partial(create_selective_checkpoint_contexts, [{operators}])"
-    return (f"{imports}\n\ndef run(x):\n    for module in {one_by_one}:\n        x = module(x)\n    return x\n\n"
-            f"x = checkpoint(run, x, use_reentrant=False{context})")
-
-
-def _expression(path: str) -> str:
-    return "model" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name)
+    Keep(region.keep)  # what cannot be kept is said first
+    indices = isinstance(container, nn.ModuleList) and are_indices(region.modules)
+    return "\n".join([*imports([region], CHECKPOINT), "", *chain(region, indices)])
 
 
 def _name(path: str) -> str:
