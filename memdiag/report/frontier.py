@@ -72,8 +72,11 @@ def plans_figure(planning: Planning, about: dict[str, Any]) -> Figure:
     if chosen is not None:
         axes.plot(*at(chosen), marker="o", markersize=11, linestyle="none", markerfacecolor="none",
                   markeredgecolor=_CHOSEN, markeredgewidth=1.8, zorder=5, label=_label(planning, chosen, _what(chosen)))
+        if chosen.name not in _USUAL and chosen not in frontier:
+            axes.plot(*at(chosen), marker="o", markersize=3.5, linestyle="none", color=_CHOSEN, zorder=3)
         if chosen.noise_ns:
-            axes.errorbar(*at(chosen), xerr=chosen.noise_ns / 2 / per, color=_CHOSEN, linewidth=1, capsize=2, zorder=1)
+            axes.errorbar(*at(chosen), xerr=chosen.noise_ns / 2 / per, color=_CHOSEN, linewidth=1, capsize=2, zorder=1,
+                          label="by how much its time\ndiffered from step to step")
     _draw_budget(axes, planning, scale)
     _set_limits(axes, planning, per, scale)
     _number(axes, [(one, *at(one)) for one in frontier[1:]], chosen)
