@@ -68,15 +68,18 @@ def usual_name(name: str) -> str:
     return "as it is" if name == "none" else words(name)
 
 
-def _name(one: Candidate, path: str | None = None) -> str:
+def _name(one: Candidate, path: str | None = None, short: bool = False) -> str:
     """What a candidate is called: its module, or the first and the last of several, and what it keeps.
 
     Args:
         path: under which the module is shown together with others.
+        short: with a star in the place of what it keeps.
     """
     first, *more = one.modules
     name = f"{first}…{more[-1].rpartition('.')[2]}" if more else path or first
-    return name + (f" keeping {', '.join(one.keep)}" if one.keep else "")
+    if not one.keep:
+        return name
+    return f"{name}*" if short else f"{name} keeping {', '.join(one.keep)}"
 
 
 def _key(one: Candidate) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -113,10 +116,12 @@ def _table(planning: Planning) -> list[str]:
     width = room(headers, rows)
     lines = []
     for row, option in zip(rows, planning.options, strict=True):
-        first, *more = _cut(_folded(option.plan.chosen) or ["none"], width)
+        first, *more = _cut(_folded(option.plan.chosen, short=True) or ["none"], width)
         lines += [[*row, first], *([*[""] * len(row), line] for line in more)]
     text = ["Plans, by the peak of the step and the time it takes longer", *table(headers, lines, "llrrll")]
-    return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan.")
+    keeps = any(one.keep for option in planning.options for one in option.plan.chosen)
+    return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan, and prints it "
+                            "in full." + " *: keeps the results of some operators." * keeps)
 
 
 def _longer(planning: Planning, option: Option) -> str:
@@ -134,7 +139,7 @@ def _cut(names: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _folded(chosen: Sequence[Candidate]) -> list[str]:
+def _folded(chosen: Sequence[Candidate], short: bool = False) -> list[str]:
     """Names of candidates, repeated blocks that keep the same as one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for one in chosen:
@@ -142,7 +147,7 @@ def _folded(chosen: Sequence[Candidate]) -> list[str]:
             alike.setdefault(one.keep, []).append(one.modules[0])
     names = {keep: fold(paths) for keep, paths in alike.items()}
     return list(dict.fromkeys(
-        _name(one, names[one.keep][one.modules[0]] if len(one.modules) == 1 else None) for one in chosen))
+        _name(one, names[one.keep][one.modules[0]] if len(one.modules) == 1 else None, short) for one in chosen))
 
 
 def _fold(paths: Sequence[str]) -> list[str]:
