@@ -47,39 +47,38 @@ def poor_choices(step: Step, options: Sequence[Option], gains: Sequence[Option])
 
     Args:
         options: plans, the first without a checkpoint.
-        gains: of each candidate by itself.
+        gains: of each candidate by itself; what lowers the peak most comes first.
     """
-    return [poor for poor in (
-        _whole_model(step, options), _most_saved(step, options[0], gains), _every_block(options)) if poor is not None]
+    whole = [Region((call,)) for call in step.calls if call.outermost]
+    found = _whole_model(step, options, whole), _most_saved(step, options[0], gains, whole), _every_block(options)
+    return [poor for poor in found if poor is not None]
 
 
-def _whole_model(step: Step, options: Sequence[Option]) -> Poor | None:
-    calls = [call for call in step.calls if call.outermost]
+def _whole_model(step: Step, options: Sequence[Option], whole: Sequence[Region]) -> Poor | None:
     saves, again = step.saves, 0
-    for call in calls:
+    for call in (call for region in whole for call in region.calls):
         inside = (saves.span >= call.first) & (saves.span <= call.last)
         if (inside & (saves.unpacked != NONE)).any():
             again += int(saves.time_ns[inside].max()) - call.start_ns
-    regions = [Region((call,)) for call in calls]
-    peak = peak_under(step, regions).bytes
+    peak = peak_under(step, whole).bytes
     better = _better(options, peak, again)
     return None if better is None or not again else Poor(
-        WHOLE_MODEL, None, _saved(step, regions), peak, again, better)
+        WHOLE_MODEL, None, _saved(step, whole), peak, again, better)
 
 
-def _most_saved(step: Step, bare: Option, gains: Sequence[Option]) -> Poor | None:
-    most, saved = None, 0
+def _most_saved(step: Step, bare: Option, gains: Sequence[Option], whole: Sequence[Region]) -> Poor | None:
+    everything, saved = _saved(step, whole), {}
     for one in gains:
         (candidate,) = one.plan.chosen
-        if len(candidate.modules) > 1 or candidate.keep:
-            continue
-        mine = _saved(step, candidate.regions)
-        if mine > saved:
-            most, saved = one, mine
-    gain = 0 if most is None else bare.plan.peak.bytes - most.plan.peak.bytes
-    if most is None or saved < PLAN_POOR_SHARE * bare.plan.peak.bytes or gain > PLAN_POOR_GAIN * saved:
+        mine = 0 if len(candidate.modules) > 1 or candidate.keep else _saved(step, candidate.regions)
+        if PLAN_POOR_SHARE * bare.plan.peak.bytes <= mine < everything:  # all of it is the model by another name
+            saved[one.name] = mine
+    # Of those that save about as much the best: of equal blocks the last one frees nothing in time.
+    as_much = PLAN_POOR_GAIN * max(saved.values(), default=1)
+    best = next((one for one in gains if saved.get(one.name, 0) >= as_much), None)
+    if best is None or bare.plan.peak.bytes - best.plan.peak.bytes > PLAN_POOR_GAIN * saved[best.name]:
         return None
-    return Poor(MOST_SAVED, most.name, saved, most.plan.peak.bytes, most.plan.again_ns, None)
+    return Poor(MOST_SAVED, best.name, saved[best.name], best.plan.peak.bytes, best.plan.again_ns, None)
 
 
 def _every_block(options: Sequence[Option]) -> Poor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from memdiag.diagnose import Class, Diagnosis
@@ -150,11 +150,6 @@ def _folded(chosen: Sequence[Candidate], short: bool = False) -> list[str]:
         _name(one, names[one.keep][one.modules[0]] if len(one.modules) == 1 else None, short) for one in chosen))
 
 
-def _fold(paths: Sequence[str]) -> list[str]:
-    names = fold(paths)
-    return list(dict.fromkeys(names[path] or "the whole model" for path in paths))
-
-
 def _gains(planning: Planning) -> list[str]:
     alike: dict[tuple[int, str, str], list[Candidate]] = {}
     for option in planning.gains:
@@ -208,13 +203,13 @@ def _unsafe(planning: Planning) -> list[str]:
     lines = ["Not safe to run twice, and in no plan" + (" but those that are allowed" if planning.allowed else "")]
     for reasons, paths in groups[:PLAN_REASONS]:
         more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        lines += paragraph(f"{_listed(paths, planning)}: {reasons[0]}{more}", "- ")
+        lines += paragraph(f"{_listed(planning, paths, whole)}: {reasons[0]}{more}", "- ")
     rest = sum(len(paths) for _, paths in groups[PLAN_REASONS:])
     if rest:
         lines += paragraph(f"and {rest} more modules, in the JSON")
     if around:
-        lines += paragraph(f"{_listed([path for path in unsafe if path in around], planning)}: for what is in them"
-                           if len(around) > 1 else f"{_listed(list(around), planning)}: for what is in it", "- ")
+        these = _listed(planning, [path for path in unsafe if path in around], whole)
+        lines += paragraph(f"{these}: for what is in {'them' if len(around) > 1 else 'it'}", "- ")
     return lines
 
 
@@ -230,10 +225,12 @@ def _reasons(path: str, verdict: Verdict) -> tuple[str, ...]:
                  for reason in verdict.reasons)
 
 
-def _listed(paths: Sequence[str], planning: Planning) -> str:
+def _listed(planning: Planning, paths: Sequence[str], whole: Collection[str]) -> str:
+    """Modules in a line: repeated blocks as one, and which of them are allowed."""
+    names = fold([path for path in paths if path not in whole])
+    listed = ", ".join(dict.fromkeys(names.get(path, "the whole model") for path in paths))
     allowed = [path for path in paths if path in planning.allowed]
-    names = ", ".join(_fold(paths))
-    return names if not allowed else f"{names} ({'' if allowed == list(paths) else ', '.join(allowed) + ' '}allowed)"
+    return listed if not allowed else f"{listed} (allowed: {', '.join(allowed)})"
 
 
 def _chosen(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
@@ -250,7 +247,7 @@ def _chosen(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
     where = _place_words(option)
     return [f"Chosen: {option.name}", *facts({
         "checkpoints": ", ".join(_folded(option.plan.chosen)),
-        "unsafe": _allowed(planning, option),
+        "allowed": _allowed(planning, option),
         "peak": f"{format_bytes(option.plan.peak.bytes)}, {format_bytes(bare - option.plan.peak.bytes)} less"
         + (f", in {where}" if where else ""),
         "longer": f"{_longer(planning, option)} of the step's {format_time(planning.step.work_ns)}, by the time that "
@@ -274,7 +271,7 @@ def _allowed(planning: Planning, option: Option) -> str | None:
     if not found:
         return None
     why = "; ".join(f"{path}: {_reasons(path, planning.safety[path])[0]}" for path in found)
-    return f"and allowed: {why}. apply_plan refuses without allow_unsafe={json.dumps(found)}"
+    return f"though not safe: {why}. apply_plan takes them with allow_unsafe={json.dumps(found)} alone"
 
 
 def _none_fits(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
