@@ -185,6 +185,9 @@ PLAN_POOR_GAIN = 0.7
 """Share of what a module saves by which the peak must fall, at most, for it to be told that this is less than it seems:
 what it was given stays, which is a tenth or a fifth of what a usual block saves."""
 
+PLAN_POOR_ALIKE = 0.9
+"""Share of what the first module saves from which another saves as much: equal blocks differ by what they are given."""
+
 PLAN_POOR_SHARE = 0.05
 """Share of the peak that a module must save for anybody to think of it: of twelve equal blocks each saves as much."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from memdiag.plan.replay import Region, peak_under
 from memdiag.plan.step import Step
-from memdiag.policy import PLAN_POOR_GAIN, PLAN_POOR_SHARE, PLAN_TOLERANCE
+from memdiag.policy import PLAN_POOR_ALIKE, PLAN_POOR_GAIN, PLAN_POOR_SHARE, PLAN_TOLERANCE
 from memdiag.trace import NONE
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _most_saved(step: Step, bare: Option, gains: Sequence[Option], whole: Sequen
         if PLAN_POOR_SHARE * bare.plan.peak.bytes <= mine < everything:  # all of it is the model by another name
             saved[one.name] = mine
     # Of those that save about as much the best: of equal blocks the last one frees nothing in time.
-    as_much = PLAN_POOR_GAIN * max(saved.values(), default=1)
+    as_much = PLAN_POOR_ALIKE * max(saved.values(), default=1)
     best = next((one for one in gains if saved.get(one.name, 0) >= as_much), None)
     if best is None or bare.plan.peak.bytes - best.plan.peak.bytes > PLAN_POOR_GAIN * saved[best.name]:
         return None
