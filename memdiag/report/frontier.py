@@ -76,7 +76,7 @@ def plans_figure(planning: Planning, about: dict[str, Any]) -> Figure:
             axes.plot(*at(chosen), marker="o", markersize=3.5, linestyle="none", color=_CHOSEN, zorder=3)
         if chosen.noise_ns:
             axes.errorbar(*at(chosen), xerr=chosen.noise_ns / 2 / per, color=_CHOSEN, linewidth=1, capsize=2, zorder=1,
-                          label="by how much its time\ndiffered from step to step")
+                          label="chosen: how its time\ndiffered between steps")
     _draw_budget(axes, planning, scale)
     _set_limits(axes, planning, per, scale)
     _number(axes, [(one, *at(one)) for one in frontier[1:]], chosen)

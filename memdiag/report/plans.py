@@ -33,6 +33,7 @@ _INSTEAD = {
     Class.WORKSPACE: "`foreach=False` in the optimizer, which then works on one parameter at a time",
     Class.INPUT_BATCHES: "smaller batches, each loaded when its turn comes",
 }
+_HELD = "\N{NO-BREAK SPACE}"
 _PLAIN = "activations"  # the kind of a finding whose advice is to checkpoint
 
 
@@ -132,11 +133,11 @@ def _cut(names: Sequence[str], width: int) -> list[str]:
     """Names in a few lines; what does not fit there is counted."""
     for shown in range(len(names), 0, -1):
         more = [f"and {len(names) - shown} more"] if shown < len(names) else []
-        lines = textwrap.wrap(", ".join([*names[:shown], *more]), width, break_long_words=False,
-                              break_on_hyphens=False)
+        held = ", ".join(part.replace(" ", _HELD) for part in (*names[:shown], *more))
+        lines = textwrap.wrap(held, width, break_long_words=False, break_on_hyphens=False)
         if len(lines) <= PLAN_LINES:
             break
-    return lines
+    return [line.replace(_HELD, " ") for line in lines]
 
 
 def _folded(chosen: Sequence[Candidate], short: bool = False) -> list[str]:
