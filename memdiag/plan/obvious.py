@@ -71,7 +71,8 @@ def _most_saved(step: Step, bare: Option, gains: Sequence[Option], whole: Sequen
     for one in gains:
         (candidate,) = one.plan.chosen
         mine = 0 if len(candidate.modules) > 1 or candidate.keep else _saved(step, candidate.regions)
-        if PLAN_POOR_SHARE * bare.plan.peak.bytes <= mine < everything:  # all of it is the model by another name
+        # What saves all that the model does is the model by another name.
+        if PLAN_POOR_SHARE * bare.plan.peak.bytes <= mine < PLAN_POOR_ALIKE * everything:
             saved[one.name] = mine
     # Of those that save about as much the best: of equal blocks the last one frees nothing in time.
     as_much = PLAN_POOR_ALIKE * max(saved.values(), default=1)

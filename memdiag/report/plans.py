@@ -198,9 +198,10 @@ def _unsafe(planning: Planning) -> list[str]:
               if _through_others(verdict, [one for other, one in unsafe.items() if other != path and (
                   path in whole or other.startswith(f"{path}."))])}
     why: dict[tuple[str, ...], list[str]] = {}
-    for path in unsafe.keys() - around:
-        why.setdefault(_reasons(path, unsafe[path]), []).append(path)
-    groups = sorted(why.items(), key=lambda group: min(list(unsafe).index(path) for path in group[1]))
+    for path, verdict in unsafe.items():
+        if path not in around:
+            why.setdefault(_reasons(path, verdict), []).append(path)
+    groups = list(why.items())
     lines = ["Not safe to run twice, and in no plan" + (" but those that are allowed" if planning.allowed else "")]
     for reasons, paths in groups[:PLAN_REASONS]:
         more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
