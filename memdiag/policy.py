@@ -197,6 +197,10 @@ PLAN_HOLDERS = 3
 PLAN_LINES = 2
 """Lines of a row in the table of plans: the modules of most plans, folded; the chosen one is printed in full."""
 
+PLAN_BY_HAND = 0.01
+"""Share of the step's time that a plan must spare to be worth a change of the script: less is within what steps differ
+by."""
+
 PLAN_REASONS = 6
 """Unsafe modules in the text report of plans: the first few say what is the matter, and JSON has all."""
 

@@ -12,12 +12,12 @@ from memdiag.errors import MemdiagError
 from memdiag.plan.aside import ASKED_FOR, known_aside
 from memdiag.plan.obvious import Poor, poor_choices
 from memdiag.plan.regions import Candidate, candidates
-from memdiag.plan.safety import Safety, Verdict, chains, verdicts
+from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
-from memdiag.policy import PLAN_TOLERANCE
+from memdiag.policy import PLAN_BY_HAND, PLAN_TOLERANCE
 from memdiag.trace import Kind, Level, Role
-from memdiag.trace.model import GRAD_ON, RECOMPUTE
+from memdiag.trace.model import GRAD_ON
 from memdiag.trace.places import Place
 from memdiag.trace.view import View
 
@@ -36,10 +36,12 @@ class Option:
         phase: of its peak; ``recompute`` while a region runs again.
         place: of its peak: what allocates then, or the region that runs again; None where something else goes before.
         noise_ns: how much the time of what would run again differed from step to step; None where one step was seen.
+        alone: bytes by which each of its checkpoints by itself would lower the peak.
     """
 
     name: str
     plan: Plan
+    alone: tuple[int, ...]
     phase: str | None
     place: Place | None
     noise_ns: int | None
@@ -70,11 +72,12 @@ class Planning:
         device: whose memory it is about.
         budget: bytes that were asked for.
         set_aside: of the budget, by what for; None where the run does not tell what to keep back on its device.
-        options: the usual ones by name, then the frontier, highest peak first.
+        options: the usual ones by name, then the frontier, highest peak first; last, ``by_hand``, one with runs of
+            modules that have to be written into the script, where that is better than all others.
         chosen: index among these: the one that was named; with a budget the cheapest that fits (None: none does);
             asked for the smallest, the cheapest of those that are as low as any; else the one with the least peak ×
             step time.
-        gains: of each module by itself, and of what else is in a plan; what lowers the peak most comes first.
+        gains: of each module by itself; what lowers the peak most comes first.
         floor: where no plan fits the budget.
         poor: what one would choose first, and better does not.
         safety: of each module that was called; unsafe ones are in no plan, but for those that are allowed.
@@ -123,18 +126,13 @@ def plans(
         set_aside: bytes of the budget to keep back, instead of what the run tells itself.
 
     Raises:
-        MemdiagError: there is no such step, it has nothing to checkpoint, or checkpoints of its own; there is no plan
-            of the name; a module to allow was not called.
+        MemdiagError: there is no such step; there is no plan of the name; a module to allow was not called.
     """
-    spans = run.trace["spans"]
     step = planned_step(run)
-    again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= step.first) & (spans["end_event"] <= step.last)
-    if again.any():
-        raise MemdiagError("the script has checkpoints already: plans on top of them are not made yet")
     safety = verdicts(run.trace)
     _check_called(allow, safety)
     unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - set(allow)
-    everything = candidates(step, chains(run.trace))
+    everything = _free(step, candidates(step, chains(run.trace)), with_checkpoints(run.trace))
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
     lowest = search.smallest()
@@ -151,23 +149,38 @@ def plans(
     aside = None if budget is None else known_aside(run, step.number) if set_aside is None else {ASKED_FOR: set_aside}
     room = None if budget is None else max(budget - sum((aside or {}).values()), 0)
     if room is not None:
-        fitting = search.within(room)
+        fitting = search.within(room) or (lowest if lowest.peak.bytes <= room else None)
         if fitting is not None and fitting.chosen:
             frontier = {**frontier, "within_budget": fitting}
-    options = [_option(run, step, named, plan) for named, plan in (*usual.items(), *frontier.items())]
+    options = [_option(run, step, search, named, plan) for named, plan in (*usual.items(), *frontier.items())]
+    chosen = _choose(step, options, room, tolerance if smallest else None)
+    written = [one for one in everything if one.by_hand and unsafe.isdisjoint(one.modules)]
+    if written:
+        rival = near if room is None or chosen is None else options[chosen].plan
+        wider = Search(step, [*among, *written])
+        plan = _by_hand(step, wider, rival, room)
+        options += [] if plan is None else [_option(run, step, wider, "by_hand", plan)]
     if name is not None:
-        chosen: int | None = _named(options, name)
-    else:
-        chosen = _choose(step, options, room, tolerance if smallest else None)
-    taken = {id(one) for option in options for one in option.plan.chosen}
-    gains = [_option(run, step, ", ".join(one.modules), search.plan([one])) for one in among
-             if len(one.modules) == 1 and not one.keep or id(one) in taken]
+        chosen = _named(options, name)
+    gains = [_option(run, step, search, one.modules[0], search.plan([one])) for one in among
+             if len(one.modules) == 1 and not one.keep]
     gains.sort(key=lambda gain: (gain.plan.peak.bytes, gain.plan.again_ns))
     return Planning(
         step=step, device=run.device, phase=options[0].phase, budget=budget,
         set_aside={} if budget is None else aside, options=options, chosen=chosen, gains=gains,
-        floor=_floor(run, _option(run, step, "lowest", lowest)) if chosen is None else None,
+        floor=_floor(run, _option(run, step, search, "lowest", lowest)) if chosen is None else None,
         poor=poor_choices(step, options, gains) if among else [], safety=safety, allowed=frozenset(allow))
+
+
+def _free(step: Step, among: Sequence[Candidate], around: Collection[str]) -> list[Candidate]:
+    """Candidates that are not inside a checkpoint of the script's own, nor have one in them."""
+    inside = {one.what for one in step.present}
+
+    def free(path: str) -> bool:
+        parts = path.split(".")
+        return path not in around and inside.isdisjoint(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+    return [one for one in among if all(map(free, one.modules))]
 
 
 def _check_called(allow: Collection[str], safety: dict[str, Verdict]) -> None:
@@ -203,8 +216,19 @@ def _blocks(among: Sequence[Candidate]) -> list[Candidate]:
     return [one for path, one in items.items() if not any(path.startswith(f"{other}.") for other in items)]
 
 
-def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
-    peak = plan.peak
+def _by_hand(step: Step, search: Search, rival: Plan, budget: int | None) -> Plan | None:
+    """A plan with runs of modules that only the script itself can put into one checkpoint, where that is better: where
+    it alone fits the budget, or spares time."""
+    plan = search.within(rival.peak.bytes if budget is None else budget)
+    if plan is None or not any(one.by_hand for one in plan.chosen):
+        return None
+    alone = budget is not None and rival.peak.bytes > budget
+    return plan if alone or rival.again_ns - plan.again_ns > PLAN_BY_HAND * step.work_ns else None
+
+
+def _option(run: View, step: Step, search: Search, name: str, plan: Plan) -> Option:
+    peak, bare = plan.peak, search.plan([]).peak.bytes
+    alone = tuple(bare - search.plan([one]).peak.bytes for one in plan.chosen)
     if peak.region is not None:
         phase: str | None = "recompute"
         place: Place | None = Place(peak.region.calls[0].path, None, None)
@@ -212,7 +236,7 @@ def _option(run: View, step: Step, name: str, plan: Plan) -> Option:
         event = min(max(peak.event, step.first), step.last - 1)
         comes = (run.trace["allocations"]["event"] == event).any()
         phase, place = run.phase_of(event), run.where(event)[2] if comes else None
-    return Option(name, plan, phase, place, _noise(run, plan))
+    return Option(name, plan, alone, phase, place, _noise(run, plan))
 
 
 def _noise(run: View, plan: Plan) -> int | None:

@@ -89,8 +89,17 @@ def verdicts(trace: Trace) -> dict[str, Verdict]:
 
 def chains(trace: Trace) -> set[str]:
     """Paths of modules that run the modules in them one after the other, and nothing else."""
+    return _modules(trace, m.CHAIN)
+
+
+def with_checkpoints(trace: Trace) -> set[str]:
+    """Paths of modules that have a checkpoint of the script's own in them."""
+    return _modules(trace, m.CHECKPOINT)
+
+
+def _modules(trace: Trace, kind: str) -> set[str]:
     facts = trace["region_facts"]
-    return {trace.text[module] for module in facts["module"][np.isin(facts["kind"], trace.numbers(m.CHAIN))]}
+    return {trace.text[module] for module in facts["module"][np.isin(facts["kind"], trace.numbers(kind))]}
 
 
 def _called(trace: Trace) -> set[str]:

@@ -38,6 +38,7 @@ class Search:
         self._owner = np.array([number for number, _ in regions], dtype=np.int64)
         self._begins = np.array([calls[0].first for _, calls in regions], dtype=np.int64)
         self._ends = np.array([calls[-1].last for _, calls in regions], dtype=np.int64)
+        self._numbers = {id(one): number for number, one in enumerate(among)}
         self._met: dict[int, frozenset[int]] = {}
         self._peaks: dict[frozenset[int], Peak] = {}
         self._replay = Replay(step)
@@ -55,8 +56,8 @@ class Search:
         return found
 
     def plan(self, chosen: Iterable[Candidate]) -> Plan:
-        """A plan of one's own."""
-        return self._plan(frozenset(self._among.index(one) for one in chosen))
+        """A plan of one's own, of candidates of this search."""
+        return self._plan(frozenset(self._numbers[id(one)] for one in chosen))
 
     def within(self, budget: int) -> Plan | None:
         """A cheap plan whose peak is at most the budget, in bytes; None where none was found.
@@ -74,11 +75,16 @@ class Search:
         """The plan with the lowest peak that is found, and of these the cheapest."""
         bare = lowest = self.plan([]).peak.bytes
         low = min(self._untouched(), lowest) - 1  # nothing is found within it
+        best: frozenset[int] = frozenset()
         while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
-            low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
-        return self.within(lowest) or self.plan([])
+            if chosen is None:
+                low = budget
+            else:
+                best, lowest = chosen, self._peak(chosen).bytes
+        # A search within exactly that may be in vain: it was found with more room.
+        return self.within(lowest) or self._plan(best)
 
     def _untouched(self) -> int:
         """The highest where no plan changes anything: before the first candidate, and after all that was saved."""

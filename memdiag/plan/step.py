@@ -13,7 +13,7 @@ from memdiag.errors import MemdiagError
 from memdiag.trace import NONE, Kind, Phase, Trace
 from memdiag.trace.model import AUTOCAST_ENDED, CACHED, GRAD_ON, RECOMPUTE
 from memdiag.trace.nesting import span_rows
-from memdiag.trace.places import at
+from memdiag.trace.places import at, relative
 from memdiag.trace.view import View
 
 Ints = NDArray[np.int64]
@@ -82,6 +82,21 @@ class Operators:
 
 
 @dataclass(frozen=True)
+class Present:
+    """A checkpoint that the script has.
+
+    Attributes:
+        what: path of the module that runs again, else the line of what does.
+        again_ns: time that it took to run again.
+        bytes: of what it made again for backward: without it, that would have been there since forward.
+    """
+
+    what: str
+    again_ns: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Step:
     """The facts of one step in full recording, on one device.
 
@@ -99,6 +114,7 @@ class Step:
         work_ns: time in its forwards, backwards and optimizers, as it was recorded.
         random_state: bytes of this device that a copy of the random state takes.
         ran: ids of the spans of its operators, in their order.
+        present: checkpoints that the script has already.
         keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
     """
 
@@ -118,6 +134,7 @@ class Step:
     work_ns: int
     random_state: int
     ran: Ints
+    present: list[Present]
     keeping_ns: int
 
     @cached_property
@@ -171,7 +188,7 @@ def planned_step(run: View) -> Step:
         _saves(trace, first, last), _operators(trace), calls, _work(run, first, last),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
-        int(trace.about.get("keeping_ns", 0)))
+        _present(run, first, last), int(trace.about.get("keeping_ns", 0)))
 
 
 def _work(run: View, first: int, last: int) -> int:
@@ -183,6 +200,25 @@ def _work(run: View, first: int, last: int) -> int:
     names = run.trace.numbers(Phase.BACKWARD.label, Phase.OPTIMIZER.label)
     outermost |= (spans["kind"] == Kind.PHASE) & np.isin(spans["name"], names)
     return int((spans["end_ns"] - spans["start_ns"])[inside & outermost].sum())
+
+
+def _present(run: View, first: int, last: int) -> list[Present]:
+    trace, spans = run.trace, run.trace["spans"]
+    again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    around = span_rows(trace, spans["parent"])
+    outermost = np.flatnonzero(again & ~((around != NONE) & again[around]))
+    found: dict[str, Present] = {}
+    born, died, size = run.life.born, run.life.died, np.where(run.mine, trace["allocations"]["bytes"], 0)
+    for row in outermost.tolist():
+        name, line = trace.text[spans["name"][row]], trace.string(int(spans["line"][row]))
+        what = name if spans["kind"][row] == Kind.MODULE or line is None else relative(trace, line) or line
+        start, end = int(spans["start_event"][row]), int(spans["end_event"][row])
+        left = (born >= start) & (born < end) & (died >= end)
+        before = found.get(what, Present(what, 0, 0))
+        found[what] = Present(
+            what, before.again_ns + int(spans["end_ns"][row] - spans["start_ns"][row]),
+            before.bytes + int(size[left].sum()))
+    return list(found.values())
 
 
 def _saves(trace: Trace, first: int, last: int) -> Saves:

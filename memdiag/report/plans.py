@@ -83,10 +83,6 @@ def _name(one: Candidate, path: str | None = None, short: bool = False) -> str:
     return f"{name}*" if short else f"{name} keeping {', '.join(one.keep)}"
 
 
-def _key(one: Candidate) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return one.modules, one.keep
-
-
 # --- sections ---------------------------------------------------------------------------------------------------
 
 
@@ -96,9 +92,21 @@ def _head(planning: Planning, name: str) -> list[str]:
         "step": f"{step.number}, replayed under each plan",
         "time": f"{format_time(step.work_ns)} in forwards, backwards and optimizers, as recorded",
         "peak": ", in ".join(filter(None, (format_bytes(planning.bare.peak.bytes), planning.phase))),
+        "present": _present(planning),
         "budget": None if planning.budget is None else format_bytes(planning.budget),
         "set aside": None if planning.budget is None else _aside(planning),
     })]
+
+
+def _present(planning: Planning) -> str | None:
+    """The checkpoints that the script has."""
+    there = planning.step.present
+    if not there:
+        return None
+    names = fold([one.what for one in there])
+    return (f"checkpoints of the script's own stay: {', '.join(dict.fromkeys(names[one.what] for one in there))}; they "
+            f"take {share(sum(one.again_ns for one in there), planning.step.work_ns)} of the step, and make "
+            f"{format_bytes(sum(one.bytes for one in there))} again that would else have been there since forward")
 
 
 def _aside(planning: Planning) -> str:
@@ -120,9 +128,12 @@ def _table(planning: Planning) -> list[str]:
         first, *more = _cut(_folded(option.plan.chosen, short=True) or ["none"], width)
         lines += [[*row, first], *([*[""] * len(row), line] for line in more)]
     text = ["Plans, by the peak of the step and the time it takes longer", *table(headers, lines, "llrrll")]
+    by_hand = any(one.by_hand for option in planning.options for one in option.plan.chosen)
     keeps = any(one.keep for option in planning.options for one in option.plan.chosen)
     return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan, and prints it "
-                            "in full." + " *: keeps the results of some operators." * keeps)
+                            "in full." + " *: keeps the results of some operators." * keeps
+                            + " by_hand has a run of modules that only the script's own loop can make one checkpoint "
+                              "of." * by_hand)
 
 
 def _longer(planning: Planning, option: Option) -> str:
@@ -289,6 +300,11 @@ def _none_fits(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
             "most of it": ", ".join(f"{words(name)} {format_bytes(size)}" for name, size in largest),
             "checkpoints": ", ".join(_folded(floor.option.plan.chosen)) or "none"})]
     lines += ["", "What would help instead"]
+    for option in planning.options:
+        headroom = planning.headroom(option)
+        if headroom is not None and headroom >= 0:  # a run of modules that only the script itself can make one
+            lines += paragraph(f"{option.name} fits, and has to be written into the script: "
+                               + ", ".join(_folded(option.plan.chosen)), "> ")
     for name, _ in largest:
         for text in _help(name, floor.option, diagnosis):
             lines += paragraph(f"{words(name)}: {text}", "> ")
@@ -324,6 +340,7 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
     return json.dumps({
         "schema_version": SCHEMA_VERSION,
         "about": about,
+        "present": [{"what": one.what, "step_time_ns": one.again_ns, "bytes": one.bytes} for one in step.present],
         "baseline": {"peak_bytes": bare.peak.bytes, "phase": planning.phase, "step_time_ns": step.work_ns},
         "budget_bytes": planning.budget,
         "plans": [_plan(planning, option) for option in planning.options],
@@ -345,11 +362,11 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
 
 
 def _plan(planning: Planning, option: Option) -> dict[str, Any]:
-    gains = {_key(one.plan.chosen[0]): _gain(planning, one) for one in planning.gains}
     plan = option.plan
     return {
         "name": option.name,
-        "regions": [{**_region(one), "gain": gains[_key(one)]} for one in plan.chosen],
+        "regions": [{**_region(one), "gain": {"peak_bytes": gain, "step_time_ns": one.again_ns}}
+                    for one, gain in zip(plan.chosen, option.alone, strict=True)],
         "predicted": {
             "peak_bytes": plan.peak.bytes, **_where(option), "step_time_ns": planning.step.work_ns + plan.again_ns,
             "time_noise_ns": option.noise_ns},
