@@ -23,6 +23,7 @@ _USUAL = {
     "every_block": ("s", "#D55E00"),
     "every_2nd_block": ("^", "#CC79A7"),
     "every_3rd_block": ("v", "#009E73"),
+    "by_hand": ("D", "#8CCEF2"),
 }
 _FRONTIER, _CHOSEN, _BUDGET = "#00558A", "#E69F00", "#404040"
 
