@@ -159,6 +159,9 @@ PLAN_MOMENTS = 1_000_000
 """Moments that are replayed for one plan that is looked for: about a second on a processor of today. A report looks for
 some twenty."""
 
+PLAN_LEAST_MOMENTS = 5_000
+"""A replay takes as long as of so many moments at least, whatever the step's length: what it does once for each."""
+
 PLAN_POINTS = 12
 """Plans between none and the smallest in a report: as many as fit a table, and a twelfth of the way is about what one
 block of twelve does."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memdiag.apply import Plan, apply_plan
+from memdiag.plan.regions import Candidate
 from memdiag.record.options import PLANNED_STEP
 
 T = TypeVar("T")
@@ -357,3 +358,24 @@ def random_plan(paths: Sequence[str], seed: int) -> list[str]:
             left = [other for other in left
                     if not other.startswith(f"{path}.") and not path.startswith(f"{other}.")]
     return sorted(plan)
+
+
+def random_choice(among: Sequence[Candidate], kind: str, seed: int) -> list[Candidate]:
+    """Some of these, none inside another: first those of a kind, ``keeps`` operators or a ``run`` of modules."""
+    choose = random.Random(f"{kind} {seed}")
+    share = choose.choice((0.1, 0.3, 1.0))
+    left = [one for one in among if choose.random() < share]
+    choose.shuffle(left)
+    left.sort(key=lambda one: not one.keep if kind == "keeps" else len(one.modules) < 2)
+    plan: list[Candidate] = []
+    for one in left:
+        if not any(overlap(one, other) for other in plan):
+            plan.append(one)
+    return plan
+
+
+def overlap(a: Candidate, b: Candidate) -> bool:
+    """Whether one runs inside the other."""
+    return any(
+        one.first <= other.last and other.first <= one.last
+        for mine in a.regions for theirs in b.regions for one in mine.calls for other in theirs.calls)

@@ -14,15 +14,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from planned import MODELS, PLANNED_STEP, random_plan, sample, train
+from planned import MODELS, PLANNED_STEP, Block, random_choice, random_plan, sample, train
 from recording import Seen, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from traces import TraceBuilder
 
+from memdiag.apply import apply_plan
+from memdiag.apply.operators import Keep
 from memdiag.errors import MemdiagError
-from memdiag.plan.regions import Candidate
+from memdiag.plan import plans
+from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.replay import Region, peak_under
+from memdiag.plan.safety import chains
 from memdiag.plan.step import Call, Step, planned_step
 from memdiag.trace import Phase
 from memdiag.trace.view import View
@@ -41,8 +45,21 @@ def peak_of(seen: Seen) -> int:
 @cache
 def recorded(name: str, autocast: bool) -> tuple[Step, int]:
     """The step of a model's training, and what was there before the recording."""
+    step, before, _ = recorded_with_choice(name, autocast)
+    return step, before
+
+
+@cache
+def recorded_with_choice(name: str, autocast: bool) -> tuple[Step, int, list[Candidate]]:
+    """The same, and all that may be a checkpoint there and that a plan can be put on."""
     seen = record(lambda: train(name, autocast=autocast), plan_step=PLANNED_STEP)
-    return planned_step(View(seen.trace)), seen.line.start_bytes
+    step = planned_step(View(seen.trace))
+    choice = [one for one in candidates(step, chains(seen.trace)) if not one.by_hand]
+    return step, seen.line.start_bytes, choice
+
+
+def choice_of(plan: Sequence[Candidate]) -> list[Region]:
+    return [region for one in plan for region in one.regions]
 
 
 def applied_peak(name: str, plan: list[str] | dict[str, Any], autocast: bool) -> int:
@@ -75,6 +92,14 @@ class TestPeak:
         plan = random_plan(inside(step), seed=len(name) + autocast)
         # THEN the peak is the one that comes, to the byte
         assert peak_under(step, regions(step, plan)).bytes - before == applied_peak(name, plan, autocast)
+
+    @pytest.mark.parametrize(("name", "autocast"), sample(KINDS))
+    @pytest.mark.parametrize("kind", ["keeps", "run"])
+    def test_of_several_modules_in_one_and_of_operators_that_are_kept_too(
+            self, name: str, autocast: bool, kind: str) -> None:
+        step, before, among = recorded_with_choice(name, autocast)
+        plan = random_choice(among, kind, seed=len(name) + autocast)
+        assert peak_under(step, choice_of(plan)).bytes - before == applied_peak(name, as_file(plan), autocast)
 
     @pytest.mark.parametrize("summed", [False, True])
     @pytest.mark.parametrize("plan", [["blocks.0", "blocks.2"], ["blocks.1.mlp", "blocks.3"]])
@@ -151,6 +176,97 @@ class TestPeak:
         # AND by hand: it saves nothing. All of it is there again when backward comes to it, and two copies of the
         # random state besides: the one that it keeps, and the one that is set back.
         assert peak.bytes == peak_under(step, []).bytes + 2 * torch.get_rng_state().nbytes
+
+
+class HalfCheckpointed(nn.Module):
+    """Every other block is a checkpoint already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
+        return self.head(x)
+
+
+class TestPresentCheckpoints:
+    def train(self, plan: Sequence[str] = ()) -> None:
+        torch.manual_seed(0)
+        model = HalfCheckpointed()
+        optimizer = torch.optim.AdamW(model.parameters())
+        apply_plan(model, list(plan))
+        for _ in range(PLANNED_STEP + 1):
+            model(torch.randn(4, 32, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @pytest.mark.parametrize("plan", [[], ["blocks.0", "blocks.2"], ["blocks.2.mlp", "blocks.4.attention", "head"]])
+    def test_the_peak_beside_them_is_the_one_that_comes(self, plan: list[str]) -> None:
+        seen = record(self.train, plan_step=PLANNED_STEP)
+        step = planned_step(View(seen.trace))
+        assert peak_under(step, regions(step, plan)).bytes - seen.line.start_bytes == peak_of(
+            record(lambda: self.train(plan)))
+
+    def test_they_are_told_and_no_plan_touches_them(self) -> None:
+        seen = record(self.train, plan_step=PLANNED_STEP)
+        found = plans(View(seen.trace))
+        assert sorted(one.what for one in found.step.present) == ["blocks.1", "blocks.3", "blocks.5"]
+        # Each makes again what a block of the others saves.
+        bare = {one.modules: one for one in candidates(found.step) if not one.keep}[("blocks.2",)]
+        assert all(0 < one.bytes <= bare.saved_bytes for one in found.step.present)
+        touched = {path.split(".")[1] for option in found.options for one in option.plan.chosen for path in one.modules
+                   if path.startswith("blocks.")}
+        assert touched <= {"0", "2", "4"}
+        assert touched
+
+
+class TestKept:
+    def test_what_could_be_kept_is_what_the_applier_takes(self) -> None:
+        step, _, _ = recorded_with_choice("gpt", False)
+        names = set(step.operators.name)
+        assert {"aten::addmm", "aten::gelu", "aten::native_layer_norm"} <= names
+        assert "aten::linear" not in names  # PyTorch makes it of others
+        assert not {"aten::bernoulli_", "aten::native_dropout"} & names  # random
+        Keep(tuple(sorted(names)))
+
+    def test_what_is_written_to_later_could_not(self) -> None:
+        # GIVEN a ReLU in the place of what a convolution has made
+        def loop() -> None:
+            model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 4))
+            for _ in range(PLANNED_STEP + 1):
+                model(torch.randn(2, 3, 8, 8)).sum().backward()
+                model.zero_grad()
+
+        seen = record(loop, plan_step=PLANNED_STEP)
+        names = set(planned_step(View(seen.trace)).operators.name)
+        # THEN a checkpoint that kept it would fail: it is not among them
+        assert "aten::addmm" in names
+        assert "aten::convolution" not in names
+
+    def test_attention_that_drops_out_could_not(self) -> None:
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.linear(x)
+                return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+        def loop() -> None:
+            model = Attention()
+            for _ in range(PLANNED_STEP + 1):
+                model(torch.randn(2, 2, 4, 8)).sum().backward()
+                model.zero_grad()
+
+        seen = record(loop, plan_step=PLANNED_STEP)
+        names = set(planned_step(View(seen.trace)).operators.name)
+        assert "aten::addmm" in names or "aten::mm" in names
+        assert not [name for name in names if "attention" in name]
 
 
 class TestSecondForward:

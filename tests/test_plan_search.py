@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import overlap
 from test_plan_replay import applied_peak, as_file, recorded
 
 from memdiag.plan.chain import Chain
@@ -28,13 +29,6 @@ PARTS = {  # of each model, what may be a checkpoint in these tests: few enough 
 def among(name: str) -> list[Candidate]:
     step, _ = recorded(name, False)
     return [one for one in candidates(step) if not one.keep and len(one.modules) == 1 and one.modules[0] in PARTS[name]]
-
-
-def overlap(a: Candidate, b: Candidate) -> bool:
-    """Whether one runs inside the other."""
-    return any(
-        one.first <= other.last and other.first <= one.last
-        for mine in a.regions for theirs in b.regions for one in mine.calls for other in theirs.calls)
 
 
 def all_plans(choice: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:

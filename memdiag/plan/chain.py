@@ -53,11 +53,13 @@ class Chain:
 
     Attributes:
         floor: bytes that no plan gets below: what is there before the first part, after it, and in the optimizer.
+        whole: all candidates run once.
     """
 
     def __init__(self, replay: Replay, among: Sequence[Candidate]) -> None:
         step = replay.step
         mine = [number for number, one in enumerate(among) if len(one.regions) == 1]
+        self.whole = len(mine) == len(among)
         calls = {number: among[number].regions[0].calls for number in mine}
         events = {begin[0].first: begin[0].start for begin in calls.values()} | {
             end[-1].last + 1: end[-1].end for end in calls.values()}

@@ -11,7 +11,7 @@ from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate
 from memdiag.plan.replay import Peak, Region, Replay
 from memdiag.plan.step import Step
-from memdiag.policy import PLAN_AIMS, PLAN_MOMENTS, PLAN_POINTS, PLAN_TOLERANCE
+from memdiag.policy import PLAN_AIMS, PLAN_LEAST_MOMENTS, PLAN_MOMENTS, PLAN_POINTS, PLAN_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Search:
     def within(self, budget: int) -> Plan | None:
         """A cheap plan whose peak is at most the budget, in bytes; None where none was found.
 
-        The chain knows the cheapest of what runs once, as far as regions share nothing. A second plan is grown: one
-        candidate after the other, each time the one that lowers what is above the budget, summed over all moments, by
-        most for its time, in the place of what it meets. In both, what is not needed is left out, the dearest first,
-        and candidates are exchanged for cheaper ones as long as that fits; the cheaper plan is it. Of very long steps
-        only so much is tried.
+        The chain knows the cheapest of what runs once, as far as regions share nothing. Where it does not know all, or
+        has found none, another is grown: one candidate after the other, each time the one that lowers what is above the
+        budget, summed over all moments, by most for its time, in the place of what it meets. Of both, what is not
+        needed is left out, the dearest first, and candidates are exchanged for cheaper ones as long as that fits; the
+        cheaper plan is it. Of very long steps only so much is tried.
         """
         found = [self._improved(self._pruned(chosen, budget), budget) for chosen in self._fitting(budget)]
         return self._plan(min(found, key=self._ns)) if found else None
@@ -106,11 +106,15 @@ class Search:
 
     def _fitting(self, budget: int) -> Iterator[frozenset[int]]:
         """Choices that fit, cheap ones, each found in its own way."""
-        self._replays = max(PLAN_MOMENTS // max(len(self._step.live), 1), 1)
-        for find in (self._led, self._grown):
-            chosen = find(budget)
-            if chosen is not None:
-                yield chosen
+        self._replays = max(PLAN_MOMENTS // max(len(self._step.live), PLAN_LEAST_MOMENTS), 1)
+        led = self._led(budget)
+        if led is not None:
+            yield led
+            if self._chain.whole:
+                return
+        grown = self._grown(budget)
+        if grown is not None:
+            yield grown
 
     def _led(self, budget: int) -> frozenset[int] | None:
         """The cheapest of regions that run one after the other."""
