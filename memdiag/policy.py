@@ -184,6 +184,22 @@ called by way of Python, which takes some microseconds."""
 PLAN_RUN = 16
 """Modules in one checkpoint at most: what all of them make is there at once when they run again."""
 
+PLAN_POOR_GAIN = 0.7
+"""Share of what a module saves by which the peak must fall, at most, for it to be told that this is less than it seems:
+what it was given stays, which is a tenth or a fifth of what a usual block saves."""
+
+PLAN_POOR_ALIKE = 0.9
+"""Share of what the first module saves from which another saves as much: equal blocks differ by what they are given."""
+
+PLAN_POOR_SHARE = 0.05
+"""Share of the peak that a module must save for anybody to think of it: of twelve equal blocks each saves as much."""
+
+PLAN_HOLDERS = 3
+"""Holders of the lowest peak that are named where no plan fits: the rest is smaller than each of them."""
+
+PLAN_LINES = 2
+"""Lines of a row in the table of plans: the modules of most plans, folded; the chosen one is printed in full."""
+
 PLAN_BY_HAND = 0.01
 """Share of the step's time that a plan must spare to be worth a change of the script: less is within what steps differ
 by."""

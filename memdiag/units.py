@@ -1,4 +1,4 @@
-"""Sizes as people write them, and as reports print them."""
+"""Sizes as people write them, and as reports print them; and times."""
 
 from __future__ import annotations
 
@@ -64,3 +64,16 @@ def format_bytes(count: int) -> str:
             return f"{sign}{value:.{decimals}f} {unit}"
     unit, shift, decimals = units[-1]
     return f"{sign}{size / (1 << shift):.{decimals}f} {unit}"
+
+
+def format_time(ns: int) -> str:
+    """A time in the largest unit that it fills, to three digits.
+
+    >>> [format_time(n) for n in (0, 950, 41_234, 412_000_000, 5_230_000_000, 754_000_000_000)]
+    ['0 ns', '950 ns', '41.2 µs', '412 ms', '5.23 s', '754 s']
+    """
+    for unit, size in (("s", 10**9), ("ms", 10**6), ("µs", 10**3)):
+        if ns >= size:
+            value = ns / size
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{ns} ns"

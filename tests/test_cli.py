@@ -117,7 +117,7 @@ def run_file(tmp_path: Path) -> Path:
 # --- help and usage -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [[], ["profile"], ["report"], ["plot"]])
+@pytest.mark.parametrize("verb", [[], ["profile"], ["plan"], ["report"], ["plot"]])
 def test_help_fits_a_terminal(verb: list[str], folder: Path) -> None:
     # WHEN help is asked for, on a wide terminal too
     done = memdiag(*verb, "--help", cwd=folder, COLUMNS="200")
@@ -155,6 +155,7 @@ def test_commands_import_no_more_than_they_need(folder: Path, run_file: Path) ->
     assert imported(folder, "--help") == set()
     assert imported(folder, "profile", "--help") == set()
     assert imported(folder, "profile", "missing.py") == set()
+    assert imported(folder, "plan", "missing.py") == set()
     assert imported(folder, "report", run_file) == {"numpy"}
     assert imported(folder, "plot", run_file) == {"numpy", "matplotlib"}
 

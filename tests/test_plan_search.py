@@ -116,6 +116,24 @@ class TestChain:
         assert {choice[number].modules[0] for number in used} <= {"embed", "head"}
 
 
+class NeedsRoom(Search):
+    """Finds only plans with room to spare, as a chain may where regions share something."""
+
+    def _fitting(self, budget: int) -> Iterator[frozenset[int]]:
+        return super()._fitting(budget - 50_000)
+
+
+class TestSmallest:
+    def test_what_was_found_with_room_to_spare_is_not_forgotten(self) -> None:
+        step, _ = recorded("gpt", False)
+        found = NeedsRoom(step, among("gpt"))
+        bare, smallest = found.plan([]).peak.bytes, Search(step, among("gpt")).smallest().peak.bytes
+        # GIVEN a search that finds nothing within exactly the lowest peak that it has found
+        assert found.within(smallest) is None
+        # THEN that is the smallest all the same
+        assert smallest <= found.smallest().peak.bytes < bare - 50_000
+
+
 class TestCandidates:
     def test_of_modules_that_save_the_same_one_stands_for_all(self) -> None:
         step, _ = recorded("gpt", False)

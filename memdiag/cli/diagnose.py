@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memdiag.cli.output import json_path, show_or_write
+from memdiag.cli.output import FAILED, json_path, show_or_write
 from memdiag.errors import MemdiagError
 from memdiag.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from memdiag.report import Summary
-
-FAILED = 3
-"""Exit status where a finding, a class or the peak is one that ``--fail-on`` names."""
 
 _OVER = "over="
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from memdiag.cli import paths
 from memdiag.errors import MemdiagError
 
+FAILED = 3
+"""Exit status where all went well and the answer is no: a finding that ``--fail-on`` names, no plan within a budget."""
+
 
 def show(text: str) -> None:
     """Prints to standard output, ending in one newline.
@@ -39,9 +42,10 @@ def json_path(name: str | None, inputs: Sequence[Path], force: bool) -> Path | N
 
 
 def show_or_write(
-    text: Callable[[], str], as_json: Callable[[], str], name: str | None, path: Path | None
+    text: Callable[[], str], as_json: Callable[[], str], name: str | None, path: Path | None, quiet: bool = False
 ) -> None:
-    """Prints the text, or the JSON alone where ``--json -`` asks for that; writes the JSON where it has a path.
+    """Prints the text, or the JSON alone where ``--json -`` asks for that; writes the JSON where it has a path, and
+    says so unless it is to be quiet.
 
     Raises:
         MemdiagError: the file cannot be written.
@@ -49,4 +53,5 @@ def show_or_write(
     show(as_json() if name == "-" else text())
     if path is not None:
         paths.write(path, as_json())
-        show(f"wrote {path}")
+        if not quiet:
+            show(f"wrote {path}")

@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import shlex
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
-from memdiag.cli import paths
-from memdiag.errors import MemdiagError
+from memdiag.cli.running import Outputs, prepare, run
 
 if TYPE_CHECKING:
-    from memdiag.record import Options, Recorder
-    from memdiag.record.process.launch import Target
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a profile leaves behind. Names are as a person wrote them.
-
-    Attributes:
-        folder: what they are relative to; the script may go elsewhere.
-        json: a path, or "-" for standard output.
-        text: whether the report is printed.
-        plan: whether plans of checkpoints are printed after it.
-        quiet: whether the names of the files and the next command are kept back.
-        stdout, stderr: where to print, None where the process was started without; the script may replace or close
-            its own.
-    """
-
-    run: Path
-    plot: Path | None
-    json: Path | str | None
-    text: bool
-    plan: bool
-    quiet: bool
-    folder: Path
-    stdout: TextIO | None
-    stderr: TextIO | None
-
-    def files(self) -> list[Path]:
-        return [path for path in (self.run, self.plot, self.json) if isinstance(path, Path)]
-
-    def say(self, text: str) -> None:
-        # Where the script closed it, or none was there, there is nowhere to say it.
-        if self.stderr is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self.stderr.write(text.rstrip("\n") + "\n")
-                self.stderr.flush()
-
-    def note(self, text: str) -> None:
-        if not self.quiet:
-            self.say(text)
+    from memdiag.trace import Trace
 
 
 Steps = tuple[int | None, int | None] | None
@@ -118,132 +73,56 @@ def profile(
         torchrun --nproc-per-node 2 -m memdiag profile train.py
     """
     from memdiag.record.options import DEFAULT_MAX_EVENTS, PLANNED_STEP, Options
-    from memdiag.record.process.launch import Target, check
 
-    rank = paths.rank()
-    script = Target(module=target, args=args) if is_module else Target(path=target, args=args)
-    check(script)
-    outputs = Outputs(
-        run=paths.run_file(script.stem, rank) if output is None else paths.with_rank(output, rank),
-        plot=None if plot is None else paths.with_rank(plot, rank),
-        json=_json(json_file, rank),
-        text=not no_report and not rank,
-        plan=make_plan and not no_report and not rank,
-        quiet=quiet or bool(rank),
-        folder=Path.cwd(),
-        stdout=sys.stdout,
-        stderr=sys.stderr,
-    )
-    if outputs.plot is not None:
-        paths.check_picture(outputs.plot)
-    paths.check_apart(outputs.files(), inputs=[] if script.path is None else [Path(script.path)])
-    for path in outputs.files():
-        paths.check_new(path, force)
+    if make_plan:
+        _check_planned(PLANNED_STEP, steps, stop_after)
+    script, outputs = prepare(
+        target, args, is_module, output=output, plot=plot, json_file=json_file, text=not no_report, quiet=quiet,
+        force=force)
     options = Options(
         max_events=DEFAULT_MAX_EVENTS if max_events is None else max_events,
         steps=steps,
         stop_after=stop_after,
         plan_step=PLANNED_STEP if make_plan else None,
-        progress=not outputs.quiet and outputs.stderr is not None and outputs.stderr.isatty(),
+        progress=outputs.shown,
     )
-    return functools.partial(_run, script, options, outputs)
+    return functools.partial(
+        run, script, options, outputs, functools.partial(_tell, make_plan), functools.partial(_following, make_plan))
 
 
-def _json(name: str | None, rank: int | None) -> Path | str | None:
-    if name == "-":
-        return None if rank else "-"  # one report on standard output, not one of each rank
-    return None if name is None else paths.with_rank(Path(name), rank)
+def _check_planned(step: int, steps: Steps, stop_after: int | None) -> None:
+    """Refuses options under which the step that plans are made from cannot be recorded for them."""
+    first, last = steps or (None, None)
+    if (first or 0) > step or last is not None and last <= step:
+        raise click.UsageError(f"--plan needs step {step} recorded in full, and --steps records others; "
+                               f"with {min(first or 0, step)}:{max(last or 0, step + 1)} it is among them")
+    if stop_after is not None and stop_after <= step:
+        raise click.UsageError(f"--plan needs step {step}, counted from 0, to end, and --stop-after {stop_after} ends "
+                               f"the script before; {step + 1} is enough")
 
 
-def _run(target: Target, options: Options, outputs: Outputs) -> NoReturn:
-    from memdiag.record.process import launch
-    from memdiag.record.process.late import WhenTorchIsThere
-    from memdiag.record.process.signals import SignalsKept
+def _tell(make_plan: bool, trace: Trace, outputs: Outputs) -> None:
+    from memdiag.report import draw, render_text, summarize, to_json
 
-    def recorder() -> Recorder:
-        from memdiag.record import Recorder
+    summary = summarize(trace)
+    if outputs.text:
+        with outputs.failing("the report"):
+            outputs.say(render_text(summary))
+    if outputs.text and make_plan:
+        with outputs.failing("the plan"):
+            from memdiag.plan import plans
+            from memdiag.report.plans import beside_verdict, render_plans
+            from memdiag.trace.view import View
 
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        return Recorder(outputs.folder / outputs.run, options, target.argv, script)
-
-    watch: WhenTorchIsThere[Recorder] = WhenTorchIsThere(recorder)
-    kept = SignalsKept()
-    status = launch.run(target, watch, kept)
-    try:
-        kept.release()
-        kept.deliver()
-        _tell(watch.recorder, watch.problem, outputs)
-    except (KeyboardInterrupt, SystemExit):  # of a handler of the script's, for a signal that came now
-        outputs.say(f"memdiag: interrupted; the run is kept in {outputs.run}")
-    launch.leave(status)
+            planning = plans(View(trace))
+            beside = beside_verdict(planning, summary.diagnosis.reachable_bytes)
+            outputs.say(f"\n{render_plans(planning, trace.about)}\n{beside}")
+    outputs.put_json(lambda: to_json(summary))
+    outputs.put_picture(lambda path: draw(trace, path))
 
 
-def _tell(recorder: Recorder | None, problem: str | None, outputs: Outputs) -> None:
-    """Reports on a run that has ended; whatever goes wrong is said, and changes nothing else."""
-    if problem is not None:
-        outputs.say(f"memdiag: error: {problem}")
-    elif recorder is None and not outputs.quiet:
-        outputs.say("memdiag: nothing was recorded: the script never imported torch")
-    if recorder is None:
-        return
-    if recorder.problem is not None:
-        outputs.say(f"memdiag: error: {recorder.problem}")
-    if outputs.text or outputs.plan or outputs.plot or outputs.json:
-        _report(outputs)
-    if not outputs.quiet:
-        verb = "report" if not outputs.text or outputs.plot else "plot"
-        others = "; the other ranks' files are beside it" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        outputs.say(f"memdiag: recorded in {outputs.run}{others}; next:")
-        outputs.say(f"    memdiag {verb} {shlex.quote(str(outputs.run))}")
-
-
-def _report(outputs: Outputs) -> None:
-    failed = functools.partial(_failure_is_said, outputs)
-    with failed("reading the run"):
-        from memdiag.report import draw, render_text, summarize, to_json
-        from memdiag.trace import load
-
-        trace = load(outputs.folder / outputs.run)
-        summary = summarize(trace)
-        if outputs.stdout is not None:
-            with contextlib.suppress(OSError, ValueError):  # as it will be told when the interpreter ends
-                outputs.stdout.flush()
-        if outputs.text:
-            with failed("the report"):
-                outputs.say(render_text(summary))
-        if outputs.plan:
-            with failed("the plan"):
-                from memdiag.plan import plans
-                from memdiag.report.plans import render_plans
-                from memdiag.trace.view import View
-
-                outputs.say("\n" + render_plans(plans(View(trace)), trace.about))
-        if outputs.json == "-":
-            # Past the script's buffer: what cannot be written now must not fail again when the interpreter ends.
-            with failed("the JSON"), open(os.dup(_descriptor(outputs.stdout)), "w", encoding="utf-8") as stdout:
-                stdout.write(to_json(summary).rstrip("\n") + "\n")
-        elif outputs.json:
-            with failed("the JSON"):
-                paths.write(outputs.folder / outputs.json, to_json(summary))
-                outputs.note(f"memdiag: wrote {outputs.json}")
-        if outputs.plot:
-            with failed("the picture"):
-                with paths.whole(outputs.folder / outputs.plot) as part:
-                    draw(trace, part)
-                outputs.note(f"memdiag: wrote {outputs.plot}")
-
-
-def _descriptor(stdout: TextIO | None) -> int:
-    if stdout is None:
-        raise MemdiagError("the JSON has no place to go: standard output is closed")
-    return stdout.fileno()
-
-
-@contextlib.contextmanager
-def _failure_is_said(outputs: Outputs, what: str) -> Iterator[None]:
-    try:
-        yield
-    except MemdiagError as error:
-        outputs.say(f"memdiag: error: {error}")
-    except Exception as error:  # a fault of ours must not take the script's exit status
-        outputs.say(f"memdiag: error: {what} failed ({type(error).__name__}: {error}); the run is in {outputs.run}")
+def _following(make_plan: bool, outputs: Outputs) -> str:
+    run_file = str(outputs.run)
+    if make_plan and not outputs.status:
+        return shlex.join(["memdiag", "plan", run_file, "--json", "plan.json"]) + "    # for memdiag.apply_plan"
+    return shlex.join(["memdiag", "report" if not outputs.text or outputs.plot else "plot", run_file])

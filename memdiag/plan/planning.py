@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 
+from memdiag.errors import MemdiagError
+from memdiag.plan.aside import ASKED_FOR, known_aside
+from memdiag.plan.obvious import Poor, poor_choices
 from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
-from memdiag.policy import PLAN_BY_HAND
+from memdiag.policy import PLAN_BY_HAND, PLAN_TOLERANCE
 from memdiag.trace import Kind, Level, Role
 from memdiag.trace.model import GRAD_ON
+from memdiag.trace.places import Place
 from memdiag.trace.view import View
 
 _FREED = {  # what checkpoints change; all else at the peak is there whatever the plan
@@ -26,8 +31,10 @@ class Option:
     """A plan among others.
 
     Attributes:
-        name: ``none``, ``every_block``, ``every_2nd_block``, or what it is on the frontier.
+        name: ``none``, ``every_block``, ``every_2nd_block``, or what it is on the frontier; of a module by itself its
+            path.
         phase: of its peak; ``recompute`` while a region runs again.
+        place: of its peak: what allocates then, or the region that runs again; None where something else goes before.
         noise_ns: how much the time of what would run again differed from step to step; None where one step was seen.
         alone: bytes by which each of its checkpoints by itself would lower the peak.
     """
@@ -36,6 +43,7 @@ class Option:
     plan: Plan
     alone: tuple[int, ...]
     phase: str | None
+    place: Place | None
     noise_ns: int | None
 
 
@@ -44,11 +52,16 @@ class Floor:
     """The lowest peak that was found, and what is left there.
 
     Attributes:
+        option: the plan.
         holders: roles that no checkpoint changes, and the rest as one, largest first; they sum to the bytes.
     """
 
-    bytes: int
+    option: Option
     holders: list[tuple[str, int]]
+
+    @property
+    def bytes(self) -> int:
+        return self.option.plan.peak.bytes
 
 
 @dataclass(frozen=True)
@@ -56,69 +69,107 @@ class Planning:
     """Plans of one step.
 
     Attributes:
+        device: whose memory it is about.
+        budget: bytes that were asked for.
+        set_aside: of the budget, by what for; None where the run does not tell what to keep back on its device.
         options: the usual ones by name, then the frontier, highest peak first; last, ``by_hand``, one with runs of
             modules that have to be written into the script, where that is better than all others.
-        chosen: index among these: with a budget the cheapest that fits (None: none does); asked for the smallest, that;
-            else the one with the least peak × step time of the frontier.
-        gains: of each candidate by itself, largest first: bytes by which the peak falls (rises, where negative), and
-            the plan.
+        chosen: index among these: the one that was named; with a budget the cheapest that fits (None: none does);
+            asked for the smallest, the cheapest of those that are as low as any; else the one with the least peak ×
+            step time.
+        gains: of each module by itself; what lowers the peak most comes first.
         floor: where no plan fits the budget.
-        safety: of each module that was called; unsafe ones are in no plan.
+        poor: what one would choose first, and better does not.
+        safety: of each module that was called; unsafe ones are in no plan, but for those that are allowed.
     """
 
     step: Step
+    device: str
     phase: str | None
     budget: int | None
+    set_aside: dict[str, int] | None
     options: list[Option]
     chosen: int | None
-    gains: list[tuple[int, Plan]]
+    gains: list[Option]
     floor: Floor | None
+    poor: list[Poor]
     safety: dict[str, Verdict]
+    allowed: frozenset[str]
+
+    @property
+    def bare(self) -> Plan:
+        """The step as it was recorded."""
+        return self.options[0].plan
+
+    @property
+    def aside(self) -> int:
+        """Bytes of the budget that are kept back."""
+        return sum((self.set_aside or {}).values())
+
+    def headroom(self, option: Option) -> int | None:
+        """Bytes of the budget that a plan leaves, beside what is set aside; None without a budget."""
+        return None if self.budget is None else self.budget - self.aside - option.plan.peak.bytes
 
 
-def plans(run: View, budget: int | None = None, smallest: bool = False) -> Planning:
+def plans(
+    run: View, budget: int | None = None, smallest: bool = False, *, name: str | None = None,
+    allow: Collection[str] = (), set_aside: int | None = None,
+) -> Planning:
     """Plans for the step of a run that was recorded for them.
 
     Args:
-        budget: bytes that the peak may have.
-        smallest: choose the lowest peak that is found.
+        budget: bytes that may be in use, with what is set aside.
+        smallest: choose the lowest peak that is found, to PLAN_TOLERANCE of the bare one: what a batch changes more is
+            not bought at any price.
+        name: choose the plan of this name.
+        allow: modules that may be in plans though they are unsafe.
+        set_aside: bytes of the budget to keep back, instead of what the run tells itself.
 
     Raises:
-        MemdiagError: there is no such step.
+        MemdiagError: there is no such step; there is no plan of the name; a module to allow was not called.
     """
     step = planned_step(run)
     safety = verdicts(run.trace)
-    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE}
+    _check_called(allow, safety)
+    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - set(allow)
     everything = _free(step, candidates(step, chains(run.trace)), with_checkpoints(run.trace))
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
     lowest = search.smallest()
     usual = {"none": search.plan([])}
+    tolerance = int(PLAN_TOLERANCE * usual["none"].peak.bytes)
+    near = search.within(lowest.peak.bytes + tolerance) or lowest
     blocks = _blocks(everything)
     if not unsafe.isdisjoint(path for block in blocks for path in block.modules):
         blocks = []  # some of them alone are no usual plan
-    for every, name in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
+    for every, usually in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
         if len(blocks) > every:
-            usual[name] = search.plan(blocks[::every])
-    frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(lowest)) if plan.chosen}
-    if budget is not None:
-        fitting = search.within(budget)
+            usual[usually] = search.plan(blocks[::every])
+    frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
+    aside = None if budget is None else known_aside(run, step.number) if set_aside is None else {ASKED_FOR: set_aside}
+    room = None if budget is None else max(budget - sum((aside or {}).values()), 0)
+    if room is not None:
+        fitting = search.within(room) or (lowest if lowest.peak.bytes <= room else None)
         if fitting is not None and fitting.chosen:
             frontier = {**frontier, "within_budget": fitting}
-    options = [_option(run, step, search, name, plan) for name, plan in (*usual.items(), *frontier.items())]
-    chosen = _choose(step, options, budget, smallest, lowest)
+    options = [_option(run, step, search, named, plan) for named, plan in (*usual.items(), *frontier.items())]
+    chosen = _choose(step, options, room, tolerance if smallest else None)
     written = [one for one in everything if one.by_hand and unsafe.isdisjoint(one.modules)]
     if written:
-        rival = lowest if budget is None or chosen is None else options[chosen].plan
+        rival = near if room is None or chosen is None else options[chosen].plan
         wider = Search(step, [*among, *written])
-        plan = _by_hand(step, wider, rival, budget)
+        plan = _by_hand(step, wider, rival, room)
         options += [] if plan is None else [_option(run, step, wider, "by_hand", plan)]
-    single = [one for one in among if not one.keep and len(one.modules) == 1]
-    gains = [(search.plan([]).peak.bytes - plan.peak.bytes, plan) for plan in (search.plan([one]) for one in single)]
-    gains.sort(key=lambda gain: (-gain[0], gain[1].again_ns))
+    if name is not None:
+        chosen = _named(options, name)
+    gains = [_option(run, step, search, one.modules[0], search.plan([one])) for one in among
+             if len(one.modules) == 1 and not one.keep]
+    gains.sort(key=lambda gain: (gain.plan.peak.bytes, gain.plan.again_ns))
     return Planning(
-        step, _phase(run, step, usual["none"]), budget, options, chosen, gains,
-        _floor(run, lowest) if budget is not None and chosen is None else None, safety)
+        step=step, device=run.device, phase=options[0].phase, budget=budget,
+        set_aside={} if budget is None else aside, options=options, chosen=chosen, gains=gains,
+        floor=_floor(run, _option(run, step, search, "lowest", lowest)) if chosen is None else None,
+        poor=poor_choices(step, options, gains) if among else [], safety=safety, allowed=frozenset(allow))
 
 
 def _free(step: Step, among: Sequence[Candidate], around: Collection[str]) -> list[Candidate]:
@@ -132,14 +183,28 @@ def _free(step: Step, among: Sequence[Candidate], around: Collection[str]) -> li
     return [one for one in among if all(map(free, one.modules))]
 
 
-def _choose(
-    step: Step, options: Sequence[Option], budget: int | None, smallest: bool, lowest: Plan
-) -> int | None:
-    if budget is not None:
-        fitting = [number for number, one in enumerate(options) if one.plan.peak.bytes <= budget]
+def _check_called(allow: Collection[str], safety: dict[str, Verdict]) -> None:
+    for path in allow:
+        if path not in safety:
+            close = get_close_matches(path, safety, n=3) or list(safety)[:3]
+            raise MemdiagError(f"{path}: no module of this name was called in the step that plans are made from; there "
+                               f"is {', '.join(close) or 'none at all'}")
+
+
+def _named(options: Sequence[Option], name: str) -> int:
+    names = [one.name for one in options]
+    if name not in names:
+        raise MemdiagError(f"{name}: there is no plan of this name; there is {', '.join(names)}")
+    return names.index(name)
+
+
+def _choose(step: Step, options: Sequence[Option], room: int | None, tolerance: int | None) -> int | None:
+    """The cheapest that fits; or the cheapest that is as low as any, to a tolerance; or the least peak × time."""
+    if room is None and tolerance is not None:
+        room = min(one.plan.peak.bytes for one in options) + tolerance
+    if room is not None:
+        fitting = [number for number, one in enumerate(options) if one.plan.peak.bytes <= room]
         return min(fitting, key=lambda number: options[number].plan.again_ns, default=None)
-    if smallest:
-        return next(number for number, one in enumerate(options) if one.plan.peak.bytes == lowest.peak.bytes)
     return min(range(len(options)), key=lambda number: (
         options[number].plan.peak.bytes * (step.work_ns + options[number].plan.again_ns)))
 
@@ -162,15 +227,16 @@ def _by_hand(step: Step, search: Search, rival: Plan, budget: int | None) -> Pla
 
 
 def _option(run: View, step: Step, search: Search, name: str, plan: Plan) -> Option:
-    bare = search.plan([]).peak.bytes
+    peak, bare = plan.peak, search.plan([]).peak.bytes
     alone = tuple(bare - search.plan([one]).peak.bytes for one in plan.chosen)
-    return Option(name, plan, alone, _phase(run, step, plan), _noise(run, plan))
-
-
-def _phase(run: View, step: Step, plan: Plan) -> str | None:
-    if plan.peak.region is not None:
-        return "recompute"
-    return run.phase_of(min(max(plan.peak.event, step.first), step.last - 1))
+    if peak.region is not None:
+        phase: str | None = "recompute"
+        place: Place | None = Place(peak.region.calls[0].path, None, None)
+    else:
+        event = min(max(peak.event, step.first), step.last - 1)
+        comes = (run.trace["allocations"]["event"] == event).any()
+        phase, place = run.phase_of(event), run.where(event)[2] if comes else None
+    return Option(name, plan, alone, phase, place, _noise(run, plan))
 
 
 def _noise(run: View, plan: Plan) -> int | None:
@@ -187,8 +253,8 @@ def _noise(run: View, plan: Plan) -> int | None:
     return max(took) - min(took) if len(took) > 1 else None
 
 
-def _floor(run: View, lowest: Plan) -> Floor:
-    holders = [(role.label, total) for role, total in run.by_role(lowest.peak.event).items()
-               if total and role not in _FREED]
-    holders.append(("activations and temporaries", lowest.peak.bytes - sum(total for _, total in holders)))
-    return Floor(lowest.peak.bytes, sorted(holders, key=lambda holder: -holder[1]))
+def _floor(run: View, lowest: Option) -> Floor:
+    peak = lowest.plan.peak
+    holders = [(role.label, total) for role, total in run.by_role(peak.event).items() if total and role not in _FREED]
+    holders.append(("activations and temporaries", peak.bytes - sum(total for _, total in holders)))
+    return Floor(lowest, sorted(holders, key=lambda holder: -holder[1]))

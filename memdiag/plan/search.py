@@ -75,11 +75,16 @@ class Search:
         """The plan with the lowest peak that is found, and of these the cheapest."""
         bare = lowest = self.plan([]).peak.bytes
         low = min(self._untouched(), lowest) - 1  # nothing is found within it
+        best: frozenset[int] = frozenset()
         while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
-            low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
-        return self.within(lowest) or self.plan([])
+            if chosen is None:
+                low = budget
+            else:
+                best, lowest = chosen, self._peak(chosen).bytes
+        # A search within exactly that may be in vain: it was found with more room.
+        return self.within(lowest) or self._plan(best)
 
     def _untouched(self) -> int:
         """The highest where no plan changes anything: before the first candidate, and after all that was saved."""

@@ -172,8 +172,8 @@ def planned_step(run: View) -> Step:
     second = trace["second_forwards"]
     if not len(second["step"]):
         raise MemdiagError(
-            "no step of this run was recorded for plans: `memdiag profile --plan SCRIPT` does that in its third step, "
-            "which must come and be recorded in full")
+            "no step of this run was recorded for plans: `memdiag plan SCRIPT` and `memdiag profile --plan SCRIPT` do "
+            "that in the third step, which must come and be recorded in full")
     number = int(second["step"][0])
     row = np.flatnonzero(trace["steps"]["step"] == number)
     if not len(row):

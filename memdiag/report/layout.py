@@ -42,12 +42,16 @@ def paragraph(text: str, mark: str = "") -> list[str]:
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """A table whose last column, where it is text, gives way so that the table fits."""
     if align[-1] == "l":
-        # tabulate sets two columns of space between cells, and two more before a header.
-        taken = sum(max(len(headers[column]) + 2, *(len(row[column]) for row in rows)) + 2
-                    for column in range(len(headers) - 1))
-        room = WIDTH - len(INDENT) - taken
-        short = shorten_apart((row[-1] for row in rows), room)
+        short = shorten_apart((row[-1] for row in rows), room(headers, rows))
         rows = [[*row[:-1], short[row[-1]]] for row in rows]
     text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True,
                     colalign=[{"l": "left", "r": "right"}[side] for side in align])
     return [(INDENT + line).rstrip() for line in text.splitlines()]
+
+
+def room(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """What the other columns of a table leave for its last one."""
+    # tabulate sets two columns of space between cells, and two more before a header.
+    taken = sum(max(len(headers[column]) + 2, *(len(row[column]) for row in rows)) + 2
+                for column in range(len(headers) - 1))
+    return WIDTH - len(INDENT) - taken

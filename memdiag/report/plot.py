@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memdiag.errors import MemdiagError
 from memdiag.policy import PLOT_COLUMNS, PLOT_PHASES, PLOT_STEP_COLUMNS, PLOT_VISIBLE
 from memdiag.report.layout import words
+from memdiag.report.picture import BYTE_UNITS, TIME_UNITS, save
 from memdiag.trace import NONE, Kind, Level, Phase, Role, Trace
 from memdiag.trace.ledger import Roles, ledger, roles
 from memdiag.trace.nesting import nesting
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 # After Okabe and Ito's colours, which stay apart for every kind of colour vision; both blues are moved away from their
 # neighbours in brightness, so that the picture reads in grey. Roles that are akin share a colour, apart by hatching.
@@ -57,22 +54,6 @@ _PHASE_TINT = {
 _PHASES = {phase.label: phase for phase in Phase}
 _FOLDED = "#BDBDBD"
 _HATCH = "#303030"
-_TIME_UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
-_BYTE_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
-_STYLE: Any = {
-    "font.size": 8.0,
-    "axes.titlesize": 8.5,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "hatch.linewidth": 0.5,
-    "legend.fontsize": 8.0,
-    "savefig.dpi": 200,
-    # Text that stays text: it can be searched, and set in the font of the paper.
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-    "svg.hashsalt": "memdiag",
-}
 
 
 def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -85,17 +66,7 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
         MemdiagError: for another ending.
         OSError: when the file cannot be written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise MemdiagError(f"{path}: a picture is written as one of {', '.join(SUFFIXES)}; end its name so")
-    # Late: reading a report must not cost this import, and a recorded script must not find it done.
-    from matplotlib import rc_context
-
-    with rc_context(_STYLE):
-        drawn = figure(trace)
-        # No date inside: the same trace makes the same file.
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
-        drawn.savefig(path, metadata=metadata)
+    save(path, lambda: figure(trace))
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------
@@ -292,8 +263,8 @@ def figure(trace: Trace) -> Figure:
 
 def _draw_panel(axes: Axes, panel: _Panel, top: int) -> None:
     length = panel.end_ns - panel.start_ns
-    per, name = next((unit for unit in _TIME_UNITS if length >= 2 * unit[0]), _TIME_UNITS[-1])
-    scale, unit = next((unit for unit in _BYTE_UNITS if top >= unit[0]), _BYTE_UNITS[-1])
+    per, name = next((unit for unit in TIME_UNITS if length >= 2 * unit[0]), TIME_UNITS[-1])
+    scale, unit = next((unit for unit in BYTE_UNITS if top >= unit[0]), BYTE_UNITS[-1])
 
     def at(time_ns: Ints) -> Floats:
         moments: Floats = (np.asarray(time_ns) - panel.start_ns) / per

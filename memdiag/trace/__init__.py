@@ -1,6 +1,7 @@
 """The data model of a run, its file, and the arithmetic that every reader shares."""
 
-from memdiag.trace.file import Writer, is_run_file, load
+from memdiag.runfile import is_run_file
+from memdiag.trace.file import Writer, load
 from memdiag.trace.model import (
     NONE,
     Kind,

@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from memdiag.errors import MemdiagError
+from memdiag.runfile import MAGIC
 from memdiag.trace.model import SCHEMA, Table, Trace, as_table, empty_table
 
 PEAK_STEP = "peak_step"
-MAGIC = b"MEMDIAG\n"
 MAJOR, MINOR = 1, 5
 _START = struct.Struct("<8sHHI")
 _COMMIT = struct.Struct("<QQ")
@@ -135,15 +135,6 @@ def _unpacked(data: bytes, dtype: str, rows: int) -> np.ndarray[Any, Any]:
         with np.errstate(over="ignore"):
             values = np.cumsum(values, dtype=values.dtype)
     return values
-
-
-def is_run_file(path: str | os.PathLike[str]) -> bool:
-    """Whether the file begins as a run file does. Says nothing about the rest of it."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
