@@ -119,6 +119,7 @@ class Step:
         ran: ids of the spans of its operators, in their order.
         present: checkpoints that the script has already.
         keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
+        checkpoint_ns: time that a checkpoint takes beside what runs in it, as it was measured.
     """
 
     number: int
@@ -139,6 +140,7 @@ class Step:
     ran: Ints
     present: list[Present]
     keeping_ns: int
+    checkpoint_ns: int
 
     @cached_property
     def _made(self) -> tuple[Ints, Ints]:
@@ -195,7 +197,8 @@ def planned_step(run: View) -> Step:
         _saves(trace, first, last, pace), _operators(trace, pace), calls, _work(trace, number, calls),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
-        _present(run, first, last), int(trace.about.get("keeping_ns", 0)))
+        _present(run, first, last), int(trace.about.get("keeping_ns", 0)),
+        int(trace.about.get("checkpoint_ns", 0)))
 
 
 def _work(trace: Trace, number: int, calls: Sequence[Call]) -> int:
