@@ -26,9 +26,9 @@ class Candidate:
     Attributes:
         modules: the path of one, or of several that follow each other.
         regions: one for each time that they run in the step.
-        again_ns: time that they take to run again, until all is there that was saved, and that a checkpoint itself takes:
-            as long as they took when nothing was recorded, and of repeated blocks as long as the median one; what is
-            kept is taken off.
+        again_ns: time that they take to run again, until all is there that was saved, and that a checkpoint itself
+            takes: as long as they took when nothing was recorded, and of repeated blocks as long as the median one;
+            what is kept is taken off.
         keep: operators whose results are kept.
         by_hand: several modules that a loop of the script's own runs, so that it has to be written there.
         saved_bytes: of the step's own tensors that it saves for backward.
