@@ -42,7 +42,9 @@ from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step
 
-NAMES = [name for name in MODELS if name != "shared"]  # that has one block, which is called again and again
+# One has a single block, which is called again and again. Experts of the mixture are given a function that reads a
+# variable which is another one when backward comes: none of them may be a checkpoint.
+NAMES = [name for name in MODELS if name not in ("shared", "mixture")]
 CHAINS = {"resnet": ["blocks"], "encoder-decoder": ["encoder"]}
 OURS, OURS_OF_ALL = "ours", "ours, all"
 
