@@ -92,3 +92,12 @@ def test_plans() -> None:
     # THEN both are run, and the peaks are what was said
     assert row(output, "lstm")[1:4] == ["1", "1", "0.000%"]
     assert "1 of 1 equal to the byte, at most 0.000% off; 0 of 1 budgets exceeded" in output
+
+
+def test_plan_times() -> None:
+    # GIVEN one model / WHEN a few steps are timed
+    output = run("plan_times", "--rounds", "2", "--recordings", "1", "--models", "unet", "--points", "1000")
+    # THEN each plan has a row; how near it is hangs on the machine
+    for plan in ("every block", "every 2nd", "for a budget", "the way down"):
+        assert sum(plan in line for line in output.splitlines()) == 1
+    assert "all within 1000 points" in output

@@ -74,6 +74,10 @@ class TraceBuilder:
             self._rows["frees"].append({"allocation": allocation, "event": self.events, "time_ns": self._tick()})
             self.events += 1
 
+    def took(self, phase: Phase, ns: int) -> None:
+        """A backward, or an optimizer's step, of the step that is open was timed."""
+        self._rows["step_times"].append({"step": self.next_step(), "phase": phase, "ns": ns})
+
     def live_bytes(self, device: str | None = None, pool: Pool = Pool.ALLOCATOR) -> int:
         """What is alive now, counted apart from the trace's own arithmetic."""
         place = (device or self._devices[0], pool)

@@ -16,8 +16,7 @@ from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoi
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
 from memdiag.policy import PLAN_BY_HAND, PLAN_TOLERANCE
-from memdiag.trace import Kind, Level, Role
-from memdiag.trace.model import GRAD_ON
+from memdiag.trace import Level, Role
 from memdiag.trace.places import Place
 from memdiag.trace.view import View
 
@@ -35,7 +34,8 @@ class Option:
             path.
         phase: of its peak; ``recompute`` while a region runs again.
         place: of its peak: what allocates then, or the region that runs again; None where something else goes before.
-        noise_ns: how much the time of what would run again differed from step to step; None where one step was seen.
+        noise_ns: the time of what would run again, times the share by which backward and the optimizers' steps differed
+            from step to step once warm; None where one step was seen.
         alone: bytes by which each of its checkpoints by itself would lower the peak.
     """
 
@@ -240,17 +240,11 @@ def _option(run: View, step: Step, search: Search, name: str, plan: Plan) -> Opt
 
 
 def _noise(run: View, plan: Plan) -> int | None:
-    """How much longer one step took than another for what the plan would run again, once it was warm."""
-    trace = run.trace
-    spans, steps = trace["spans"], trace["steps"]
-    paths = trace.numbers(*(path for one in plan.chosen for path in one.modules))
-    mine = (spans["kind"] == Kind.MODULE) & np.isin(spans["name"], paths) & (spans["flags"] & GRAD_ON != 0)
-    took = []
-    for row in np.flatnonzero((steps["level"] == Level.FULL) & (steps["warm_up"] == 0)).tolist():
-        inside = mine & (spans["start_event"] >= steps["start_event"][row]) & (
-            spans["end_event"] <= steps["end_event"][row])
-        took.append(int((spans["end_ns"] - spans["start_ns"])[inside].sum()))
-    return max(took) - min(took) if len(took) > 1 else None
+    """By how much the time may be off: of two steps that do the same one takes that much longer than the other."""
+    times, steps = run.trace["step_times"], run.trace["steps"]
+    warm = steps["step"][(steps["level"] == Level.FULL) & (steps["warm_up"] == 0)]
+    took = [int(times["ns"][times["step"] == step].sum()) for step in np.intersect1d(warm, times["step"]).tolist()]
+    return plan.again_ns * (max(took) - min(took)) // max(took) if len(took) > 1 else None
 
 
 def _floor(run: View, lowest: Option) -> Floor:

@@ -26,8 +26,9 @@ class Candidate:
     Attributes:
         modules: the path of one, or of several that follow each other.
         regions: one for each time that they run in the step.
-        again_ns: time that they take to run again, until all is there that was saved: as long as they took at first,
-            and of repeated blocks as long as the median one; what is kept is taken off.
+        again_ns: time that they take to run again, until all is there that was saved, and that a checkpoint itself
+            takes: as long as they took when nothing was recorded, and of repeated blocks as long as the median one;
+            what is kept is taken off.
         keep: operators whose results are kept.
         by_hand: several modules that a loop of the script's own runs, so that it has to be written there.
         saved_bytes: of the step's own tensors that it saves for backward.
@@ -116,7 +117,7 @@ def _ones(step: Step) -> dict[str, _One]:
             rows = order[slice(*np.searchsorted(spans, (call.first, call.last + 1)))]
             if (saves.unpacked[rows] != NONE).any():
                 saved += rows.tolist()
-                again_ns += int(saves.time_ns[rows].max()) - call.start_ns
+                again_ns += int(saves.time_ns[rows].max()) - call.start_ns + step.checkpoint_ns
         rows = np.array(saved, dtype=np.int64)
         sizes = step.size[saves.allocation[rows]] * (saves.allocation[rows] != NONE)
         kind = _INDEX.sub("*", path), *sizes.tolist()

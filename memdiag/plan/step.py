@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +28,8 @@ class Call:
     Attributes:
         path: of the module; ``number`` counts its calls in the run.
         start, end: the memory events inside it are ``start`` to ``end - 1``.
-        start_ns, end_ns: when it began and ended.
+        start_ns, end_ns: when it began and ended, as all times of the step are told: by the forward that ran once more
+            without operators being recorded, and without its graph.
         first, last: ids of the spans inside it, its own included.
         arguments: allocations that it was given.
         outermost: no other call encloses it.
@@ -87,7 +89,7 @@ class Present:
 
     Attributes:
         what: path of the module that runs again, else the line of what does.
-        again_ns: time that it took to run again.
+        again_ns: time that it took to run again: its part of the backward that was recorded.
         bytes: of what it made again for backward: without it, that would have been there since forward.
     """
 
@@ -111,11 +113,13 @@ class Step:
         saves: what autograd kept.
         operators: of its forwards.
         calls: of modules, in the order in which they began.
-        work_ns: time in its forwards, backwards and optimizers, as it was recorded.
+        work_ns: time in its forwards, when they ran once more, and in its backwards and steps of optimizers, when they
+            were recorded.
         random_state: bytes of this device that a copy of the random state takes.
         ran: ids of the spans of its operators, in their order.
         present: checkpoints that the script has already.
         keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
+        checkpoint_ns: time that a checkpoint takes beside what runs in it, as it was measured.
     """
 
     number: int
@@ -136,6 +140,7 @@ class Step:
     ran: Ints
     present: list[Present]
     keeping_ns: int
+    checkpoint_ns: int
 
     @cached_property
     def _made(self) -> tuple[Ints, Ints]:
@@ -181,30 +186,36 @@ def planned_step(run: View) -> Step:
     first, last = (int(trace["steps"][name][row[0]]) for name in ("start_event", "end_event"))
     calls = _calls(run, first, last)
     let_go, cached = _let_go(run, [call for call in calls if call.outermost])
+    pace = _pace(trace, calls)
+    began, ended = (pace(np.array(ns, dtype=np.int64)).tolist() for ns in (
+        [call.start_ns for call in calls], [call.end_ns for call in calls]))
+    calls = [replace(call, start_ns=start, end_ns=end) for call, start, end in zip(calls, began, ended, strict=True)]
     line = run.line
     return Step(
         number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
         np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
-        _saves(trace, first, last), _operators(trace), calls, _work(run, first, last),
+        _saves(trace, first, last, pace), _operators(trace, pace), calls, _work(trace, number, calls),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
-        _present(run, first, last), int(trace.about.get("keeping_ns", 0)))
+        _present(run, number, first, last), int(trace.about.get("keeping_ns", 0)),
+        int(trace.about.get("checkpoint_ns", 0)))
 
 
-def _work(run: View, first: int, last: int) -> int:
+def _work(trace: Trace, number: int, calls: Sequence[Call]) -> int:
     """Time in outermost modules, backwards and optimizers; that of memdiag's own work between them is not in it."""
-    spans, nest = run.trace["spans"], run.nest
-    inside = (spans["start_event"] >= first) & (spans["end_event"] <= last)
-    rows = np.arange(len(spans["id"]))
-    outermost = (spans["kind"] == Kind.MODULE) & (nest.outer_module == rows) & (spans["flags"] & RECOMPUTE == 0)
-    names = run.trace.numbers(Phase.BACKWARD.label, Phase.OPTIMIZER.label)
-    outermost |= (spans["kind"] == Kind.PHASE) & np.isin(spans["name"], names)
-    return int((spans["end_ns"] - spans["start_ns"])[inside & outermost].sum())
+    times = trace["step_times"]
+    return sum(call.end_ns - call.start_ns for call in calls if call.outermost) + int(
+        times["ns"][times["step"] == number].sum())
 
 
-def _present(run: View, first: int, last: int) -> list[Present]:
+def _present(run: View, number: int, first: int, last: int) -> list[Present]:
     trace, spans = run.trace, run.trace["spans"]
-    again = (spans["flags"] & RECOMPUTE != 0) & (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    inside = (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    backward = inside & (spans["kind"] == Kind.PHASE) & np.isin(spans["name"], trace.numbers(Phase.BACKWARD.label))
+    times = trace["step_times"]
+    worked = times["ns"][(times["step"] == number) & (times["phase"] == Phase.BACKWARD)].sum()
+    pace = worked / max((spans["end_ns"] - spans["start_ns"])[backward].sum(), 1)
+    again = inside & (spans["flags"] & RECOMPUTE != 0)
     around = span_rows(trace, spans["parent"])
     outermost = np.flatnonzero(again & ~((around != NONE) & again[around]))
     found: dict[str, Present] = {}
@@ -216,12 +227,38 @@ def _present(run: View, first: int, last: int) -> list[Present]:
         left = (born >= start) & (born < end) & (died >= end)
         before = found.get(what, Present(what, 0, 0))
         found[what] = Present(
-            what, before.again_ns + int(spans["end_ns"][row] - spans["start_ns"][row]),
+            what, before.again_ns + int(pace * (spans["end_ns"][row] - spans["start_ns"][row])),
             before.bytes + int(size[left].sum()))
     return list(found.values())
 
 
-def _saves(trace: Trace, first: int, last: int) -> Saves:
+def _pace(trace: Trace, calls: Sequence[Call]) -> Callable[[Ints], Ints]:
+    """From times of the recorded forwards to those of the forwards that ran once more: what lies between two moments at
+    which a module call began or ended is spread as it was when it was recorded."""
+    table = trace["second_calls"]
+    if not len(table["step"]):
+        raise MemdiagError("the run was recorded by an older memdiag, and has no times for plans: record it again")
+    order = np.argsort(table["forward"], kind="stable")
+    names = [trace.text[name] for name in table["module"][order]]
+    if names != [call.path for call in calls] or (table["end_ns"] == NONE).any():
+        outermost = next((call.path for call in calls if call.outermost), "the model")
+        raise MemdiagError(
+            f"`{outermost}` does not call the same modules when it runs again on the same inputs: there is no plan "
+            "for it")
+    moments = np.array([call.start_ns for call in calls] + [call.end_ns for call in calls], dtype=np.int64)
+    again = np.concatenate([table["start_ns"][order], table["end_ns"][order]])
+    origin, first = moments.min(), again.min()  # times since the epoch are too long for floating point
+    by_time = np.lexsort((again, moments))
+
+    def pace(ns: Ints) -> Ints:
+        told: Ints = np.rint(
+            np.interp(ns - origin, moments[by_time] - origin, again[by_time] - first)).astype(np.int64)
+        return told
+
+    return pace
+
+
+def _saves(trace: Trace, first: int, last: int, pace: Callable[[Ints], Ints]) -> Saves:
     saves, ends = trace["saves"], trace["save_ends"]
     mine = (saves["packed_event"] >= first) & (saves["packed_event"] <= last)
     unpacked, released = (np.full(int(saves["id"].max(initial=-1)) + 1, NONE, dtype=np.int64) for _ in range(2))
@@ -233,10 +270,10 @@ def _saves(trace: Trace, first: int, last: int) -> Saves:
     begins = packed == at(spans["start_event"], savers)
     time_ns = np.where(begins, at(spans["start_ns"], savers), at(spans["end_ns"], savers))
     return Saves(
-        saves["allocation"][mine], saves["span"][mine], time_ns, packed, unpacked[rows], gone, _used(trace, gone))
+        saves["allocation"][mine], saves["span"][mine], pace(time_ns), packed, unpacked[rows], gone, _used(trace, gone))
 
 
-def _operators(trace: Trace) -> Operators:
+def _operators(trace: Trace, pace: Callable[[Ints], Ints]) -> Operators:
     table = trace["keepable"]
     order = np.argsort(table["start_ns"], kind="stable")
     # One that another calls is not seen by a checkpoint.
@@ -244,7 +281,8 @@ def _operators(trace: Trace) -> Operators:
     order = order[np.append(True, table["start_ns"][order[1:]] >= over[:-1])[:len(order)]]
     name, start, end, took = (
         column[order] for column in (
-            table["name"], table["start_event"], table["end_event"], table["end_ns"] - table["start_ns"]))
+            table["name"], table["start_event"], table["end_event"],
+            pace(table["end_ns"]) - pace(table["start_ns"])))
     return Operators([trace.text[number] for number in name], start, end, took)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from memdiag import policy
 from memdiag.apply.operators import keeping_ns
+from memdiag.apply.regions import checkpoint_ns
 from memdiag.errors import MemdiagError
 from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
@@ -244,6 +245,7 @@ class Recorder:
         if self._rehearsals is not None:
             facts["random_state_bytes"] = torch.get_rng_state().nbytes
             facts["keeping_ns"] = keeping_ns()
+            facts["checkpoint_ns"] = checkpoint_ns()
 
         def write() -> None:
             self._flush()

@@ -90,7 +90,7 @@ def _head(planning: Planning, name: str) -> list[str]:
     step = planning.step
     return [f"Checkpoints for {name}", *facts({
         "step": f"{step.number}, replayed under each plan",
-        "time": f"{format_time(step.work_ns)} in forwards, backwards and optimizers, as recorded",
+        "time": f"{format_time(step.work_ns)} of work, measured: forwards, backwards and optimizers",
         "peak": ", in ".join(filter(None, (format_bytes(planning.bare.peak.bytes), planning.phase))),
         "present": _present(planning),
         "budget": None if planning.budget is None else format_bytes(planning.budget),
@@ -264,7 +264,7 @@ def _chosen(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
         "peak": f"{format_bytes(option.plan.peak.bytes)}, {format_bytes(bare - option.plan.peak.bytes)} less"
         + (f", in {where}" if where else ""),
         "longer": f"{_longer(planning, option)} of the step's {format_time(planning.step.work_ns)}, by the time that "
-                  f"these forwards took{noise}",
+                  f"these forwards took, and checkpoints themselves{noise}",
         **_left(planning, option),
     })]
 

@@ -26,7 +26,7 @@ from memdiag.runfile import MAGIC
 from memdiag.trace.model import SCHEMA, Table, Trace, as_table, empty_table
 
 PEAK_STEP = "peak_step"
-MAJOR, MINOR = 1, 5
+MAJOR, MINOR = 1, 6
 _START = struct.Struct("<8sHHI")
 _COMMIT = struct.Struct("<QQ")
 _LENGTHS = struct.Struct("<IQI")  # header bytes, payload bytes, crc32 of both

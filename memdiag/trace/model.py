@@ -124,6 +124,12 @@ SCHEMA: dict[str, dict[str, str]] = {
     # `died` is how many allocations of the forward came before each went (NONE: it was there at the end; CACHED:
     # autocast kept it).
     "second_forwards": {"step": "i8", "forward": "i4", "device": "i2", "bytes": "i8", "died": "i8"},
+    # Module calls of those second forwards, in the order in which they began: when each began and ended, by the clock
+    # of `step_times`.
+    "second_calls": {"step": "i8", "forward": "i4", "module": "i4", "start_ns": "i8", "end_ns": "i8"},
+    # Up to that step, how long each backward and each step of an optimizer took: in processor time of the process on
+    # the CPU, in time of the day where CUDA is in use. `phase` is one of Phase.
+    "step_times": {"step": "i8", "phase": "u1", "ns": "i8"},
     # What was seen of each module call of such a forward when it ran twice more, from the same state: `kind` is a word
     # below, `call` counts the calls of the module in that forward, `line` is of the statement that it is about.
     "region_facts": {

@@ -26,7 +26,7 @@ from memdiag.record.hooks.standing import Standing
 from memdiag.record.hooks.steps import Steps
 from memdiag.record.marks import Marks
 from memdiag.record.patch import replaced, uncounted
-from memdiag.trace import Role
+from memdiag.trace import Phase, Role
 from memdiag.trace.model import GRAD, RETURNED, STATE, STEPPED
 
 
@@ -48,6 +48,10 @@ class Loop:
         step_ended: called where a step may have ended; may cut the stream, or end the script.
         stepping: called where the step of an optimizer of torch's begins that calls nothing of the script's, with the
             number of its parameters, and with None where it is over; may cut the stream.
+
+    Attributes:
+        clock: where it is set, backwards and steps of optimizers are timed by it; nanoseconds.
+        worked: called then with the phase that is over, and how long it took.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class Loop:
         self._name_of, self._step_ended, self._note_stepping = name_of, step_ended, stepping
         self.steps = Steps()
         self.backward_begins: Callable[[], None] = lambda: None
+        self.clock: Callable[[], int] | None = None
+        self.worked: Callable[[Phase, int], None] = lambda phase, took_ns: None
+        self._began: int | None = None  # the outermost backward or step of an optimizer, by the clock
         self._backward = 0
         self._optimizer = 0
         self._stepped = False
@@ -120,11 +127,15 @@ class Loop:
             self.backward_begins()
             self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)), create_graph)
             self._backward += 1
+            if not self._optimizer:
+                self._work_begins()
             switched = self._lines.on_inside()  # hooks, custom Functions and recomputation are Python code
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._backward -= 1
+                if not self._optimizer:
+                    self._work_ends(Phase.BACKWARD)
                 if switched:
                     self._lines.off()
                 self._marks.instant(m.BACKWARD_END)
@@ -177,6 +188,7 @@ class Loop:
         self._claim_parameters(optimizer)
         self._marks.instant(m.OPTIMIZER_START, user_line(sys._getframe(1)))
         self._lines.quiet = quiet
+        self._work_begins()
         return self._with_own_closure(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -184,12 +196,21 @@ class Loop:
             return
         self._optimizer -= 1
         if self._optimizer == 0:
+            self._work_ends(Phase.OPTIMIZER)
             self._lines.quiet = False
             self._claim_state(optimizer)
             self._stepping = None
             self._marks.instant(m.OPTIMIZER_END)
             self.mark_step_end(self.steps.optimizer_ended(optimizer))
             self._note_stepping(None)
+
+    def _work_begins(self) -> None:
+        self._began = None if self.clock is None else self.clock()
+
+    def _work_ends(self, phase: Phase) -> None:
+        if self.clock is not None and self._began is not None:
+            self.worked(phase, self.clock() - self._began)
+        self._began = None
 
     def _watch_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The step that plans are made from: each of its forwards runs aside from the stream before the script runs it."""
+"""The step that plans are made from: each of its forwards runs aside from the stream before the script runs it.
+
+Up to this step the backwards and the optimizers' steps are timed, by the same clock as the second forward.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memdiag.record.clock import worked_ns
 from memdiag.record.hooks.lines import Lines
 from memdiag.record.hooks.loop import Loop
 from memdiag.record.hooks.modules import Modules
@@ -22,6 +26,7 @@ from memdiag.record.regions.later import Later
 from memdiag.record.regions.probe import probe
 from memdiag.record.regions.second import second_forward
 from memdiag.record.regions.state import forget
+from memdiag.trace import Phase
 
 
 class Rehearsals:
@@ -49,6 +54,7 @@ class Rehearsals:
 
     def start(self) -> None:
         self._undo = replaced(torch, "clear_autocast_cache", self._watch_autocast)
+        self._loop.clock, self._loop.worked = worked_ns, self._worked
 
     def stop(self) -> None:
         self._undo()
@@ -72,7 +78,7 @@ class Rehearsals:
                 if not can_be:
                     return
                 probed = probe(module, args, kwargs, self._modules.names.of)
-                made = second_forward(module, args, kwargs, probed.disturbed)
+                made, timed = second_forward(module, args, kwargs, self._modules.names.of, probed.disturbed)
         except Exception as error:  # the script's own call comes next, and is none of this
             self._say(f"what plans are made from: `{self._modules.names.of(module)}` cannot run a second time "
                       f"({type(error).__name__}: {error})")
@@ -80,6 +86,8 @@ class Rehearsals:
         number = self._consumer.heap.device_number
         self._rows["second_forwards"].extend(
             (self._step, self._count, number(one.device), one.bytes, one.died) for one in made)
+        self._rows["second_calls"].extend(
+            (self._step, self._count, self._rows.intern(call.path), call.start_ns, call.end_ns) for call in timed)
         for fact in probed.facts:
             self._note(self._count, fact)
         self._making |= probed.making
@@ -89,6 +97,12 @@ class Rehearsals:
         self._modules.given, self._loop.backward_begins = self._later.given, self.forward_over
         self._lines.called = self._called
         self._count += 1
+
+    def _worked(self, phase: Phase, took_ns: int) -> None:
+        """A backward, or the step of an optimizer, is over."""
+        self._rows["step_times"].append((self._loop.steps.closed, phase, took_ns))
+        if self._loop.steps.closed > self._step:
+            self._loop.clock = None
 
     def _note(self, forward: int, fact: Fact) -> None:
         """A row for something about a module call."""
