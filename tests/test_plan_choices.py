@@ -162,6 +162,26 @@ class TestAmong:
         assert found.options[found.chosen or 0].plan.chosen
 
 
+    def test_a_model_beside_a_frozen_one_has_its_own_paths(self) -> None:
+        # GIVEN a teacher that is not trained, and is called first
+        teacher = nn.Sequential(*(Outside() for _ in range(2))).requires_grad_(False)
+        student = nn.Sequential(*(Outside() for _ in range(3)))
+
+        def run() -> None:
+            for _ in range(PLANNED_STEP + 1):
+                x = torch.ones(64, 32)
+                with torch.no_grad():
+                    target = teacher(x)
+                (student(x) - target).square().sum().backward()
+                student.zero_grad()
+
+        found = plans(View(record(run, plan_step=PLANNED_STEP).trace), smallest=True)
+        # THEN what is planned goes onto the student
+        paths = [path for one in found.options[found.chosen or 0].plan.chosen for path in one.modules]
+        assert paths
+        assert apply_plan(student, paths).regions
+
+
 class TestAside:
     def trace(self, **statistics: int) -> View:
         run = TraceBuilder(devices=["cuda:0", "cpu"])

@@ -270,14 +270,15 @@ class Names:
     """Qualified names of modules, as ``named_modules`` of the model gives them.
 
     A model is found by what is called outermost; where that is a part of something bigger that is never called
-    itself (``model["head"](x)``), by the variables in sight. The first model's names stand bare; those of another
-    begin with its variable's name or its class.
+    itself (``model["head"](x)``), by the variables in sight. The first model's names stand bare, of those
+    that have a parameter to train; those of another begin with its variable's name or its class.
     """
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._prefix: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.model_seen = False
+        self._bare = False  # a model's names stand bare
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
     def parameter(self, tensor: torch.Tensor, name: str) -> None:
@@ -308,13 +309,11 @@ class Names:
                 root, label = candidate, name
                 break
         label = label or type(root).__name__
-        owns = any(True for _ in root.parameters())
         root = unwrapped(root)
-        if owns and not self.model_seen:
-            self.model_seen = True
-            prefix = ""
-        else:
-            prefix = label
+        self.model_seen = self.model_seen or any(True for _ in root.parameters())
+        trained = any(parameter.requires_grad for parameter in root.parameters())
+        prefix = "" if trained and not self._bare else label
+        self._bare = self._bare or trained
         self._names.setdefault(module, type(module).__name__)
         for path, part in root.named_modules():
             name = ".".join(p for p in (prefix, path) if p)
