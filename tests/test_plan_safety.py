@@ -132,6 +132,29 @@ class TestClean:
                    for text in [" ".join(reason.text for reason in unsafe[path].reasons)])
 
 
+class TestCompiled:
+    def test_a_part_that_is_compiled_runs_on(self) -> None:
+        def trained() -> list[torch.Tensor]:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            part = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+            model = nn.Sequential(nn.Linear(8, 8), torch.compile(part, backend="aot_eager"))
+            optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+            for _ in range(STEPS):
+                loss = model(torch.randn(4, 8)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            return losses
+
+        # WHEN its forwards run aside, where operators are looked at and nothing is compiled
+        seen: list[torch.Tensor] = []
+        record(lambda: seen.extend(trained()), plan_step=PLANNED_STEP)
+        # THEN what was compiled before is compiled still, and the training is what it was
+        assert same(trained(), seen)
+
+
 class TestVerdicts:
     def test_a_module_that_has_not_run_twice_is_unsafe(self) -> None:
         seen, _ = recorded(CLEAN["layer norm"])

@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,16 @@ def probe(
         first.watch.making | second.watch.making, first.watch.not_keepable | second.watch.not_keepable)
 
 
+def uncompiled() -> AbstractContextManager[object]:
+    """Compiled code runs as it was written.
+
+    Under a dispatch mode it would anyway; but the compiler would remember that, and pass over it in the script's own
+    forward, where it would then compile the functions that our hooks call.
+    """
+    used = "torch._dynamo" in sys.modules  # to ask it would load it
+    return torch.compiler.set_stance("force_eager") if used else nullcontext()
+
+
 class _Run(NamedTuple):
     calls: Calls
     watch: Watch
@@ -91,7 +101,7 @@ def _run(
     hooks = _Hooks(calls, watch, name_of)
     with as_before(module, (args, kwargs)):
         try:
-            with hooks.on(), watch, torch.autograd.graph.saved_tensors_hooks(watch.saves, refuse):
+            with hooks.on(), uncompiled(), watch, torch.autograd.graph.saved_tensors_hooks(watch.saves, refuse):
                 made = module(*args, **kwargs)
             del made
             torch.clear_autocast_cache()  # what is there has a graph that nothing can go backward through
