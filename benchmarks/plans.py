@@ -6,8 +6,8 @@ For each model of ``tests/planned.py``, in float32 and under autocast to bfloat1
 are drawn at random: of single modules, of modules that keep operators, of runs of modules. Each is replayed on the
 step, and put onto the model in a recording of its own; both peaks are of the same step, above what was there before the
 recording. Then plans are looked for within budgets drawn at random between the smallest peak and the bare one, and run
-as well. Prints one row for each model, and exits with 1 where a peak is more than 0.1 % off, fewer than 95 % of them are
-equal to the byte, or one is above its budget.
+as well. Prints one row for each model, and exits with 1 where a peak is more than 0.1 % off, fewer than 95 % of them
+are equal to the byte, or one is above its budget.
 """
 
 from __future__ import annotations
