@@ -93,9 +93,16 @@ def _head(planning: Planning, name: str) -> list[str]:
         "time": f"{format_time(step.work_ns)} of work, measured: forwards, backwards and optimizers",
         "peak": ", in ".join(filter(None, (format_bytes(planning.bare.peak.bytes), planning.phase))),
         "present": _present(planning),
+        "left out": _twice(planning),
         "budget": None if planning.budget is None else format_bytes(planning.budget),
         "set aside": None if planning.budget is None else _aside(planning),
     })]
+
+
+def _twice(planning: Planning) -> str | None:
+    step = planning.step
+    paths = {call.path for call in step.calls if not call.outermost and step.goes_back_twice(call)}
+    return f"{len(paths)} modules that backward goes through more than once in a step" if paths else None
 
 
 def _present(planning: Planning) -> str | None:
