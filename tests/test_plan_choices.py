@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from planned import PLANNED_STEP, train
-from recording import record
+from recording import Seen, record
 from test_plan_replay import applied_peak, peak_of
 from torch import nn
 from traces import TraceBuilder
 
+from memdiag.apply import Plan, apply_plan
 from memdiag.plan import MOST_SAVED, OUTSIDE, UNUSED, WHOLE_MODEL, Planning, plans
 from memdiag.plan.aside import known_aside
+from memdiag.plan.safety import Safety
 from memdiag.policy import PLAN_TOLERANCE
 from memdiag.report.frontier import draw_plans, plans_figure
 from memdiag.report.plans import render_plans
@@ -91,6 +93,73 @@ class TestChosen:
     def test_text_fits_a_terminal(self) -> None:
         for name in ("unet", "lstm"):
             assert all(len(line) <= 80 for line in render_plans(planning(name), ABOUT).splitlines())
+
+
+class Inside(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 512), nn.Linear(512, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x.mul_(2)).sin())
+
+
+class Outside(nn.Module):
+    """What is written to is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Inside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x + 1)
+
+
+def trained(model: nn.Module, plan: Plan | None = None) -> Seen:
+    if plan is not None:
+        apply_plan(model, plan)
+
+    def run() -> None:
+        for _ in range(PLANNED_STEP + 1):
+            model(torch.ones(64, 32)).sum().backward()
+            model.zero_grad()
+
+    return record(run, plan_step=None if plan is not None else PLANNED_STEP)
+
+
+class TestAmong:
+    def test_what_is_unsafe_stands_for_nothing_safe(self) -> None:
+        # GIVEN modules with one inside that saves the same, takes less time, and must not run twice
+        seen = trained(nn.Sequential(*(Outside() for _ in range(3))))
+        found = plans(View(seen.trace), smallest=True)
+        unsafe = {path for path, verdict in found.safety.items() if verdict.safety is Safety.UNSAFE}
+        assert unsafe == {"0.inside", "1.inside", "2.inside"}
+        # THEN those around them are in plans
+        assert {"0", "1", "2"} <= {gain.plan.chosen[0].modules[0] for gain in found.gains}
+        # AND what is told of them is what comes
+        paths = [path for one in found.options[found.chosen or 0].plan.chosen for path in one.modules]
+        assert paths
+        there = trained(nn.Sequential(*(Outside() for _ in range(3))), {
+            "schema_version": 1, "chosen": 0, "plans": [{"regions": [
+                {"modules": list(one.modules), "kind": "full", "keep": list(one.keep)}
+                for one in found.options[found.chosen or 0].plan.chosen]}]})
+        told = found.options[found.chosen or 0].plan.peak.bytes - seen.line.start_bytes
+        assert told == peak_of(there)
+
+    def test_a_model_in_a_wrapper_has_no_path_and_is_none(self, tmp_path: Path) -> None:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            model = nn.Sequential(*(Outside() for _ in range(3)))
+            found = plans(View(trained(nn.parallel.DistributedDataParallel(model)).trace), smallest=True)
+        finally:
+            torch.distributed.destroy_process_group()
+        # THEN all that may be a checkpoint is a module of the model
+        paths = {path for path, _ in model.named_modules() if path}
+        assert {gain.plan.chosen[0].modules[0] for gain in found.gains} <= paths
+        assert {path for one in found.options for region in one.plan.chosen for path in region.modules} <= paths
+        assert found.options[found.chosen or 0].plan.chosen
 
 
 class TestAside:

@@ -12,7 +12,7 @@ from memdiag.errors import MemdiagError
 from memdiag.plan.aside import ASKED_FOR, known_aside
 from memdiag.plan.obvious import Poor, poor_choices
 from memdiag.plan.regions import Candidate, candidates
-from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints
+from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints, wrapped
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
 from memdiag.policy import PLAN_BY_HAND, PLAN_TOLERANCE
@@ -132,7 +132,8 @@ def plans(
     safety = verdicts(run.trace)
     _check_called(allow, safety)
     unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - set(allow)
-    everything = _free(step, candidates(step, chains(run.trace)), with_checkpoints(run.trace))
+    nowhere = with_checkpoints(run.trace) | wrapped(run.trace)
+    everything = _free(step, candidates(step, chains(run.trace), unsafe | nowhere), nowhere)
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
     lowest = search.smallest()
@@ -172,13 +173,13 @@ def plans(
         poor=poor_choices(step, options, gains) if among else [], safety=safety, allowed=frozenset(allow))
 
 
-def _free(step: Step, among: Sequence[Candidate], around: Collection[str]) -> list[Candidate]:
-    """Candidates that are not inside a checkpoint of the script's own, nor have one in them."""
+def _free(step: Step, among: Sequence[Candidate], nowhere: Collection[str]) -> list[Candidate]:
+    """Candidates that are not inside a checkpoint of the script's own, nor among others that can be none."""
     inside = {one.what for one in step.present}
 
     def free(path: str) -> bool:
         parts = path.split(".")
-        return path not in around and inside.isdisjoint(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        return path not in nowhere and inside.isdisjoint(".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
     return [one for one in among if all(map(free, one.modules))]
 

@@ -60,18 +60,23 @@ class _One:
     again_ns: int
 
 
-def candidates(step: Step, chains: Collection[str] = ()) -> list[Candidate]:
+def candidates(step: Step, chains: Collection[str] = (), barred: Collection[str] = ()) -> list[Candidate]:
     """Modules below the outermost that save something which backward asks for, in the order in which they first run.
 
     Of modules that save the same, one inside the other, the one that runs the least again stands for all.
 
     Args:
         chains: paths of modules that run what is in them one after the other, as ``nn.Sequential`` does.
+        barred: paths of modules that will be in no plan; they stand for others only where all that save the same are.
     """
     ones = _with_typical_times(_ones(step))
     best: dict[frozenset[int], _One] = {}
+
+    def price(one: _One) -> tuple[bool, int]:
+        return one.path in barred, one.again_ns
+
     for one in ones.values():
-        if one.saved and (one.saved not in best or one.again_ns < best[one.saved].again_ns):
+        if one.saved and (one.saved not in best or price(one) < price(best[one.saved])):
             best[one.saved] = one
     found = [_alone(one) for one in best.values()]
     found += [kept for one in best.values() for kept in _keeping(step, one)]

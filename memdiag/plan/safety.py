@@ -97,6 +97,11 @@ def with_checkpoints(trace: Trace) -> set[str]:
     return _modules(trace, m.CHECKPOINT)
 
 
+def wrapped(trace: Trace) -> set[str]:
+    """What stands for the paths of models that are called inside wrappers, such as ``DistributedDataParallel``."""
+    return _modules(trace, m.WRAPPED)
+
+
 def _modules(trace: Trace, kind: str) -> set[str]:
     facts = trace["region_facts"]
     return {trace.text[module] for module in facts["module"][np.isin(facts["kind"], trace.numbers(kind))]}

@@ -215,7 +215,7 @@ AUTOCAST_ENDED = "autocast ended"
 CACHED = -2
 """In ``second_forwards``: until its block of autocast ends."""
 
-PROBED, CHAIN = "probed", "chain"
+PROBED, CHAIN, WRAPPED = "probed", "chain", "wrapped"
 BUFFER, ATTRIBUTE, VARIABLE, ARGUMENT = "buffer", "attribute", "variable", "argument"
 WRITES, WRITTEN_LATER, CHANGED_LATER = "writes", "written later", "changed later"
 PYTHON_RANDOM, NUMPY_RANDOM, GENERATOR = "python random", "numpy random", "generator"
@@ -224,7 +224,8 @@ OTHER_COURSE, OTHER_VALUE, ROUNDING = "other course", "other value", "rounding"
 READS_VALUE, MOVES, HOOK, CHECKPOINT, FUNCTION, UNPACKS_TWICE = (
     "reads value", "moves", "hook", "checkpoint", "function", "unpacks twice")
 """Kinds in ``region_facts``. The text of PROBED is empty: the call ran twice. CHAIN: the module runs the modules in it
-one after the other, and nothing else.
+one after the other, and nothing else. WRAPPED: it is the model itself, inside a wrapper of PyTorch's, so that what is
+there as its path is its class.
 
 It leaves changed: a BUFFER, an ATTRIBUTE of a module (``path.name``), a VARIABLE outside the function, something in an
 ARGUMENT (its name). It WRITES in place to what was there before (the operator, and which parameter). Before

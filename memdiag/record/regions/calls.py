@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memdiag.apply.regions import is_chain
 from memdiag.record.frames import in_torch, is_users
+from memdiag.record.hooks.modules import unwrapped
 from memdiag.record.regions.before import hooks_of, variables
 from memdiag.record.regions.state import Reached, code_of, items_of, picture, reached
 from memdiag.record.regions.statements import definition, forward_line, stores, uses, uses_of_local
@@ -105,6 +106,8 @@ class Calls:
         self.note_of(key, m.PROBED, None, None)
         if is_chain(module):
             self.note_of(key, m.CHAIN, None, None)
+        if self._open and unwrapped(self._open[0].module) is module:
+            self.note_of(key, m.WRAPPED, None, None)
         for hook in hooks_of(module):
             self._hook(hook)
         if module not in self._variables:
