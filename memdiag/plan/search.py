@@ -65,26 +65,24 @@ class Search:
         The chain knows the cheapest of what runs once, as far as regions share nothing. Where it does not know all, or
         has found none, another is grown: one candidate after the other, each time the one that lowers what is above the
         budget, summed over all moments, by most for its time, in the place of what it meets. Of both, what is not
-        needed is left out, the dearest first, and candidates are exchanged for cheaper ones as long as that fits; the
-        cheaper plan is it. Of very long steps only so much is tried.
+        needed is left out, the dearest first, and candidates are exchanged for cheaper ones as long as that fits. The
+        cheapest is it, those that other searches have come by among them. Of very long steps only so much is tried.
         """
         found = [self._improved(self._pruned(chosen, budget), budget) for chosen in self._fitting(budget)]
+        found += [chosen for chosen, peak in self._peaks.items() if peak.bytes <= budget]
         return self._plan(min(found, key=self._ns)) if found else None
 
     def smallest(self) -> Plan:
         """The plan with the lowest peak that is found, and of these the cheapest."""
         bare = lowest = self.plan([]).peak.bytes
         low = min(self._untouched(), lowest) - 1  # nothing is found within it
-        best: frozenset[int] = frozenset()
         while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
-            if chosen is None:
-                low = budget
-            else:
-                best, lowest = chosen, self._peak(chosen).bytes
-        # A search within exactly that may be in vain: it was found with more room.
-        return self.within(lowest) or self._plan(best)
+            low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
+        found = self.within(lowest)
+        assert found is not None  # it was replayed, so it is known
+        return found
 
     def _untouched(self) -> int:
         """The highest where no plan changes anything: before the first candidate, and after all that was saved."""
