@@ -184,9 +184,10 @@ def planned_step(run: View) -> Step:
     trace = run.trace
     second = trace["second_forwards"]
     if not len(second["step"]):
+        ended = len(trace["steps"]["step"])
         raise MemdiagError(
             "no step of this run was recorded for plans: `memdiag plan SCRIPT` and `memdiag profile --plan SCRIPT` do "
-            "that in the third step, which must come and be recorded in full")
+            f"that in the third step, which must come and be recorded in full; {ended} steps ended in this run")
     number = int(second["step"][0])
     row = np.flatnonzero(trace["steps"]["step"] == number)
     if not len(row):
