@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,6 +108,38 @@ class TestPeak:
         step = planned_step(View(seen.trace))
         assert peak_under(step, regions(step, plan)).bytes - seen.line.start_bytes == peak_of(
             record(lambda: train("gpt", plan, batches=3, summed=summed)))
+
+    @pytest.mark.parametrize("optimizer", [partial(torch.optim.LBFGS, max_iter=3), torch.optim.Adam])
+    def test_of_forwards_in_an_optimizer_s_closure_too(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        # GIVEN an optimizer that runs forward and backward itself, once or several times in a step
+        def run(plan: list[str]) -> None:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Sequential(
+                nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Dropout(0.1)) for _ in range(4)))
+            apply_plan(model, plan)
+            stepping = optimizer(model.parameters())
+
+            def closure() -> torch.Tensor:
+                stepping.zero_grad()
+                loss = model(torch.ones(512, 32)).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(PLANNED_STEP + 1):
+                stepping.step(closure)
+
+        seen = record(lambda: run([]), plan_step=PLANNED_STEP)
+        step, plan = planned_step(View(seen.trace)), ["1", "2"]
+        # THEN its step can be planned for, and the peak is the one that comes
+        told = peak_under(step, regions(step, plan)).bytes
+        assert told < peak_under(step, []).bytes
+        assert told - seen.line.start_bytes == peak_of(record(lambda: run(plan)))
+        # AND its own time is not that of the forwards and backwards that it calls
+        times = seen.trace["step_times"]
+        counts = [(times["phase"][times["step"] == PLANNED_STEP] == phase).sum()
+                  for phase in (Phase.BACKWARD, Phase.OPTIMIZER)]
+        forwards = len({call.first for call in step.calls if call.outermost})
+        assert counts == [forwards, forwards + 1]
 
     @pytest.mark.parametrize(("name", "runs"), [
         ("resnet", [range(1, 4)]), ("resnet", [range(3, 6), range(0, 2)]), ("encoder-decoder", [range(2)])])

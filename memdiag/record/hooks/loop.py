@@ -67,6 +67,7 @@ class Loop:
         self._began: int | None = None  # the outermost backward or step of an optimizer, by the clock
         self._backward = 0
         self._optimizer = 0
+        self._closure = False  # the optimizer's step has called its closure
         self._stepped = False
         self._stepping: weakref.ref[Optimizer] | None = None
         self._undo: list[Callable[[], None]] = []
@@ -100,8 +101,8 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Inside a backward call or an optimizer's step."""
-        return self._backward > 0 or self._optimizer > 0
+        """Inside a backward call, or an optimizer's step and not its closure."""
+        return self._backward > 0 or (self._optimizer > 0 and not self._closure)
 
     def owns(self, parameters: list[torch.Tensor]) -> None:
         """Parameters whose gradients are to be looked for after each backward."""
@@ -114,7 +115,7 @@ class Loop:
     def forward_begins(self, grad: bool) -> None:
         """An outermost module call begins."""
         self._drop_stale(sys._getframe(1), entering=False)
-        if grad and not self.busy and self.steps.forward_begins():
+        if grad and not self._backward and not self._optimizer and self.steps.forward_begins():
             self.mark_step_end(StepEnd())
 
     def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,15 +127,16 @@ class Loop:
             create_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph"))
             self.backward_begins()
             self._marks.instant(m.BACKWARD_START, user_line(sys._getframe(1)), create_graph)
+            timed = not self.busy
             self._backward += 1
-            if not self._optimizer:
+            if timed:
                 self._work_begins()
             switched = self._lines.on_inside()  # hooks, custom Functions and recomputation are Python code
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._backward -= 1
-                if not self._optimizer:
+                if timed:
                     self._work_ends(Phase.BACKWARD)
                 if switched:
                     self._lines.off()
@@ -238,13 +240,17 @@ class Loop:
         @functools.wraps(closure, updated=())
         @uncounted
         def watched(*a: Any, **k: Any) -> Any:
+            self._work_ends(Phase.OPTIMIZER)
             self._marks.instant(m.CLOSURE_START, None)
             quiet, self._lines.quiet = self._lines.quiet, False
+            self._closure = True
             try:
                 return closure(*a, **k)
             finally:
+                self._closure = False
                 self._lines.quiet = quiet
                 self._marks.instant(m.CLOSURE_END)
+                self._work_begins()
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched}
