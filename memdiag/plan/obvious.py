@@ -99,8 +99,8 @@ def _better(options: Sequence[Option], peak: int, again_ns: int) -> str | None:
 
 
 def _saved(step: Step, regions: Sequence[Region]) -> int:
-    """Bytes of what the step made that are saved inside regions, and by nobody else: of the forward that saves most, for
-    one micro-batch may be gone when the next one comes."""
+    """Bytes of what the step made that are saved inside regions, and by nobody else: of the forward that saves most,
+    for one micro-batch may be gone when the next one comes."""
     saves = step.saves
     inside = np.zeros(len(saves.span), dtype=bool)
     for call in (call for region in regions for call in region.calls):
