@@ -2,11 +2,12 @@
 
     python benchmarks/plans.py [--plans 12] [--budgets 12] [--models gpt,unet]
 
-For each model of ``tests/planned.py``, in float32 and under autocast to bfloat16, one step is recorded for plans. Each
-plan is replayed on it, and put onto the model in a recording of its own; both peaks are of the same step, above what
-was there before the recording. Then plans are looked for within budgets drawn at random between the smallest peak and
-the bare one, and run as well. Prints one row for each model, and exits with 1 where a peak is more than 0.1 % off,
-fewer than 95 % of them are equal to the byte, or one is above its budget.
+For each model of ``tests/planned.py``, in float32 and under autocast to bfloat16, one step is recorded for plans. Plans
+are drawn at random: of single modules, of modules that keep operators, of runs of modules. Each is replayed on the
+step, and put onto the model in a recording of its own; both peaks are of the same step, above what was there before the
+recording. Then plans are looked for within budgets drawn at random between the smallest peak and the bare one, and run
+as well. Prints one row for each model, and exits with 1 where a peak is more than 0.1 % off, fewer than 95 % of them
+are equal to the byte, or one is above its budget.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from planned import MODELS, random_plan
-from test_plan_replay import KINDS, applied_peak, as_file, inside, recorded, regions
+from planned import MODELS, random_choice, random_plan
+from test_plan_replay import KINDS, applied_peak, as_file, choice_of, inside, recorded_with_choice, regions
 
-from memdiag.plan.regions import candidates
 from memdiag.plan.replay import peak_under
 from memdiag.plan.search import Search
 
@@ -36,11 +37,14 @@ FAR, EQUAL = 0.001, 0.95
 
 def measure(name: str, autocast: bool, plans: int, budgets: int) -> tuple[list[object], int, float, int]:
     """A row of the table, how many peaks were equal, the largest error, of the peak, and budgets that were exceeded."""
-    step, before = recorded(name, autocast)
+    step, before, among = recorded_with_choice(name, autocast)
     errors, took = [], []
     for seed in range(plans):
-        plan = random_plan(inside(step), seed)
+        plan: list[str] | dict[str, Any] = random_plan(inside(step), seed)
         chosen = regions(step, plan)
+        if seed % 3:
+            drawn = random_choice(among, ("keeps", "run")[seed % 3 - 1], seed)
+            plan, chosen = as_file(drawn), choice_of(drawn)
         start = time.perf_counter()
         said = peak_under(step, chosen).bytes - before
         took.append(time.perf_counter() - start)
@@ -48,7 +52,7 @@ def measure(name: str, autocast: bool, plans: int, budgets: int) -> tuple[list[o
         errors.append(abs(said - came) / came)
     equal = sum(error == 0 for error in errors)
     inside_step = int(((step.born >= step.first) & (step.born < step.last)).sum())
-    search = Search(step, candidates(step))
+    search = Search(step, among)
     bare, smallest = search.plan([]).peak.bytes, search.smallest()
     searched, exceeded, draw = [], 0, random.Random(name)
     for _ in range(budgets):

@@ -109,6 +109,36 @@ class ClosureWrittenLater(Around):
         return self.last(y)
 
 
+class CapturedBoundAnew(Around):
+    """A function reads the variable of a loop, which is another one when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__(Turned())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for factor in (2.0, 3.0):  # hazard
+            if factor == 2.0:
+                x = self.part(x, lambda h: h * factor)  # noqa: B023
+        return self.last(x)
+
+
+class Added(Part):
+    def forward(self, x: Tensor, terms: list[float]) -> Tensor:
+        return (self.inside(x) * sum(terms)).sin()  # hazard
+
+
+class GivenListGrowsLater(Around):
+    def __init__(self) -> None:
+        super().__init__(Added())
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = [1.0, 2.0]
+        x = self.part(self.first(x), terms)
+        terms.append(3.0)
+        return self.last(x)
+
+
 class PositionalWrittenLater(Around):
     def __init__(self) -> None:
         super().__init__(Shifted())
@@ -406,7 +436,8 @@ class UnpacksTwice(Around):
 
 HAZARDS: list[type[Around]] = [
     KeywordWrittenLater, WrittenLaterByTheLoop, MadeInsideWrittenLaterByTheLoop, ClosureWrittenLater,
-    PositionalWrittenLater, InPlaceOnItsArgument, InPlaceOnCaptured, WritesToAParameter, OwnGenerator, PythonsRandom,
+    CapturedBoundAnew, GivenListGrowsLater, PositionalWrittenLater, InPlaceOnItsArgument, InPlaceOnCaptured,
+    WritesToAParameter, OwnGenerator, PythonsRandom,
     NumPysRandom, GeneratorOfNumPy, DroppedAtRandom, BatchNorm, GlobalState, HiddenState, KeepsItsResult, Counts,
     HookInside, SetByTheCaller, GrowingCache, MoreOperatorsEachTime, OtherShapesEachTime, FromOutside, UnpacksTwice]
 
@@ -537,7 +568,7 @@ CLEAN: dict[str, Callable[[], Around]] = {
 
 def hazard_line(model: type[Around]) -> str:
     """``file.py:12`` of the line that makes the part of a model unsafe."""
-    classes = [model, Twice] if model is UnpacksTwice else [model]
+    classes = [model, *{UnpacksTwice: [Twice], GivenListGrowsLater: [Added]}.get(model, [])]
     found = []
     for one in classes:
         lines, first = inspect.getsourcelines(one)

@@ -276,6 +276,10 @@ class Expert(nn.Module):
         return {"out": self.outside(hidden) * weight, "load": load}
 
 
+def sharpened(by: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda h: F.gelu(h) * by
+
+
 class Mixture(nn.Module):
     """Experts that are given weights by keyword and a closure, and return dictionaries; a skip from end to end."""
 
@@ -291,7 +295,7 @@ class Mixture(nn.Module):
         for router, experts in zip(self.routers, self.experts, strict=True):
             weights = router(x).softmax(-1)
             sharp = weights.detach().amax(-1, keepdim=True)
-            made = [expert(x, weight=weights[..., number, None], scale=lambda h: F.gelu(h) * sharp)  # noqa: B023
+            made = [expert(x, weight=weights[..., number, None], scale=sharpened(sharp))
                     for number, expert in enumerate(experts)]
             x = x + sum(one["out"] for one in made)
         return self.head(x + first)

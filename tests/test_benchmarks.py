@@ -94,6 +94,13 @@ def test_plans() -> None:
     assert "1 of 1 equal to the byte, at most 0.000% off; 0 of 1 budgets exceeded" in output
 
 
+def test_plan_scale() -> None:
+    # GIVEN a stack of a few blocks / WHEN plans are looked for
+    output = run("plan_scale", "--blocks", "4", "--slack", "1e6")
+    # THEN it has a row; how long it took hangs on the machine
+    assert int(row(output, "4")[1]) > 40
+
+
 def test_plan_times() -> None:
     # GIVEN one model / WHEN a few steps are timed
     output = run("plan_times", "--rounds", "2", "--recordings", "1", "--models", "unet", "--points", "1000")

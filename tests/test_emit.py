@@ -727,3 +727,5 @@ def test_what_is_unsafe_is_not_written(tmp_path: Path) -> None:
     unsafe = Verdict(path, Safety.UNSAFE, reasons=(Reason("buffer `mean` changes", None),))
     with pytest.raises(MemdiagError, match=f"{path}: is in the plan, and unsafe to run twice: buffer `mean` changes"):
         chosen(replace(planning, safety={**planning.safety, path: unsafe}))
+    # BUT where it is allowed by name
+    assert chosen(replace(planning, safety={**planning.safety, path: unsafe}, allowed=frozenset({path})))[1]

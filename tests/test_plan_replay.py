@@ -256,6 +256,34 @@ class TestPresentCheckpoints:
         assert touched
 
 
+def test_what_backward_goes_through_twice_is_in_no_plan() -> None:
+    # GIVEN a model with a trunk that two losses go back through, one after the other, and a head for each
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            x = self.trunk(x)
+            return [head(x).square().mean() for head in self.heads]
+
+    def loop() -> None:
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(PLANNED_STEP + 1):
+            first, second = model(torch.randn(128, 64))
+            first.backward(retain_graph=True)
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    seen = record(loop, plan_step=PLANNED_STEP)
+    paths = {path for one in candidates(planned_step(View(seen.trace))) for path in one.modules}
+    assert {"heads.0", "heads.1"} <= paths
+    assert not [path for path in paths if path.startswith("trunk")]
+
+
 class TestKept:
     def test_what_could_be_kept_is_what_the_applier_takes(self) -> None:
         step, _, _ = recorded_with_choice("gpt", False)

@@ -9,13 +9,16 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import overlap
+from planned import PLANNED_STEP, overlap, train
+from recording import record
 from test_plan_replay import applied_peak, as_file, recorded, recorded_with_choice
 
 from memdiag.plan.chain import Chain
 from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.replay import Replay, peak_under
 from memdiag.plan.search import Search
+from memdiag.plan.step import planned_step
+from memdiag.trace.view import View
 
 PARTS = {  # of each model, what may be a checkpoint in these tests: few enough for all plans to be tried
     "gpt": [f"blocks.{number}{part}" for number in (0, 2, 5) for part in ("", ".attention", ".mlp")],
@@ -102,6 +105,27 @@ class TestWithin:
     def test_less_than_what_is_there_all_the_time_fits_nothing(self) -> None:
         step, _ = recorded("gpt", False)
         assert Search(step, candidates(step)).within(step.before - 1) is None
+
+
+class TestMicroBatches:
+    @pytest.mark.parametrize("summed", [False, True])
+    def test_plans_of_several_forwards_in_a_step(self, summed: bool) -> None:
+        # GIVEN a step of three micro-batches, each with its own backward, or one backward for their sum
+        seen = record(lambda: train("gpt", batches=3, summed=summed), plan_step=PLANNED_STEP)
+        step = planned_step(View(seen.trace))
+        choice = [one for one in candidates(step) if not one.keep and one.modules[0] in PARTS["gpt"]
+                  and len(one.modules) == 1]
+        replay, search = Replay(step), Search(step, choice)
+        plans = [(replay.under([region for number in plan for region in choice[number].regions]).peak.bytes,
+                  spent([choice[number] for number in plan])) for plan in all_plans(choice)]
+        lowest, highest = min(peak for peak, _ in plans), max(peak for peak, _ in plans)
+        # WHEN plans are looked for / THEN they fit, and none of all there are is cheaper
+        for share in (0, 0.3, 0.6, 0.9):
+            budget = int(lowest + share * (highest - lowest))
+            found = search.within(budget)
+            assert found is not None
+            assert found.peak.bytes <= budget
+            assert found.again_ns <= 1.01 * min(cost for peak, cost in plans if peak <= budget)
 
 
 class TestChain:

@@ -75,10 +75,11 @@ def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> list[Regio
         raise MemdiagError(f"{source}: is not a plan as `memdiag plan --json` writes them "
                            f"({type(error).__name__}: {error})") from error
     allowed = {allow_unsafe} if isinstance(allow_unsafe, str) else set(allow_unsafe)
-    for path in (path for region in regions for path in region.modules):
-        if path in unsafe and path not in allowed:
-            raise MemdiagError(f"{path}: is unsafe to run twice: {unsafe[path]}. To apply the plan all the "
-                               f"same, pass allow_unsafe=[{path!r}]")
+    refused = [path for region in regions for path in region.modules if path in unsafe and path not in allowed]
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise MemdiagError(f"{refused[0]}: is unsafe to run twice: {unsafe[refused[0]]}{more}. To apply the plan all "
+                           f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}")
     return regions
 
 

@@ -72,11 +72,18 @@ def _is_run(target: str) -> bool:
     return target.endswith(".mdiag") or is_run_file(target)
 
 
+_LEAST_BUDGET = 2**20  # bytes: a number below it without a unit was not meant so
+
+
 def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     try:
-        return None if value is None else parse_bytes(value)
+        size = None if value is None else parse_bytes(value)
     except MemdiagError as error:
         raise click.BadParameter(str(error)) from None
+    if parameter.name == "budget" and size is not None and value is not None and value.strip().isdecimal() and (
+            size < _LEAST_BUDGET):
+        raise click.BadParameter(f"{value} is in bytes; with a unit it is, say, {value}GiB")
+    return size
 
 
 @click.command(cls=_ScriptOrRun, context_settings={"allow_interspersed_args": False})
@@ -125,6 +132,9 @@ def plan(
     if plot is not None:
         paths.check_picture(plot)
     wish = _Wish(budget, set_aside, minimum, name, allow)
+    if not is_module and target.endswith(".json"):
+        raise click.UsageError(f"{target} is no script; plans are made from a script or a run file, and a plan file is "
+                               "for memdiag.apply_plan")
     if is_module or not _is_run(target):
         if form is not None:
             raise click.UsageError("--emit reads a run file: plan the script first, then its run file with --emit")

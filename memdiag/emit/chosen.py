@@ -27,7 +27,7 @@ def chosen(planning: Planning) -> tuple[Option, list[Region]]:
                            + ("" if planning.budget is None else ", for the budget is kept without"))
     for path in (path for region in regions for path in region.modules):
         verdict = planning.safety.get(path)
-        if verdict is not None and verdict.safety is Safety.UNSAFE:
+        if verdict is not None and verdict.safety is Safety.UNSAFE and path not in planning.allowed:
             why = "; ".join(reason.text for reason in verdict.reasons)
             raise MemdiagError(f"{path}: is in the plan, and unsafe to run twice: {why}. Nothing is written of it")
     return option, regions

@@ -32,6 +32,9 @@ def emit(form: str, planning: Planning, run: View) -> str:
     folder = os.path.dirname(script) if script else os.getcwd()
     head = (f"Checkpoints for {os.path.basename(script) or 'this run'}, planned by memdiag: the peak of the step falls "
             f"from {format_bytes(planning.options[0].plan.peak.bytes)} to {format_bytes(option.plan.peak.bytes)}.")
+    unsafe = sorted(planning.allowed.intersection(path for region in regions for path in region.modules))
+    if unsafe:
+        head += f" Unsafe to run twice, and allowed: {', '.join(unsafe)}."
     if form == "code":
         return code(sites(run), regions, folder, head, chains(run.trace))
     if form == "diff":

@@ -27,7 +27,7 @@ class Poor:
         name: WHOLE_MODEL: each outermost call is one region. MOST_SAVED: the module that saves most, by itself. Or the
             name of a usual plan.
         module: of MOST_SAVED.
-        saved_bytes: what is saved inside it alone, and would not be; None for usual plans.
+        saved_bytes: what is saved inside it alone, and would not be, of one forward of the step; None for usual plans.
         peak_bytes: under it.
         again_ns: time that the step takes longer.
         better: the name of a plan that has as low a peak, or a lower one, in less time; None for MOST_SAVED, of which
@@ -99,11 +99,15 @@ def _better(options: Sequence[Option], peak: int, again_ns: int) -> str | None:
 
 
 def _saved(step: Step, regions: Sequence[Region]) -> int:
-    """Bytes of what the step made that are saved inside regions, and by nobody else."""
+    """Bytes of what the step made that are saved inside regions, and by nobody else: of the forward that saves most,
+    for one micro-batch may be gone when the next one comes."""
     saves = step.saves
     inside = np.zeros(len(saves.span), dtype=bool)
     for call in (call for region in regions for call in region.calls):
         inside |= (saves.span >= call.first) & (saves.span <= call.last)
     known = saves.allocation != NONE
     mine = np.setdiff1d(saves.allocation[known & inside], saves.allocation[known & ~inside])
-    return int(step.size[mine[step.born[mine] >= step.first]].sum())
+    mine = mine[step.born[mine] >= step.first]
+    begins = np.array([call.start for call in step.calls if call.outermost], dtype=np.int64)
+    forward = np.searchsorted(begins, step.born[mine], side="right")
+    return int(np.bincount(forward, weights=step.size[mine]).max(initial=0))

@@ -136,16 +136,16 @@ def plans(
     everything = _free(step, candidates(step, chains(run.trace), unsafe | nowhere), nowhere)
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
-    lowest = search.smallest()
     usual = {"none": search.plan([])}
-    tolerance = int(PLAN_TOLERANCE * usual["none"].peak.bytes)
-    near = search.within(lowest.peak.bytes + tolerance) or lowest
     blocks = _blocks(everything)
     if not unsafe.isdisjoint(path for block in blocks for path in block.modules):
         blocks = []  # some of them alone are no usual plan
     for every, usually in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
         if len(blocks) > every:
             usual[usually] = search.plan(blocks[::every])
+    lowest = search.smallest()
+    tolerance = int(PLAN_TOLERANCE * usual["none"].peak.bytes)
+    near = search.within(lowest.peak.bytes + tolerance) or lowest
     frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
     aside = None if budget is None else known_aside(run, step.number) if set_aside is None else {ASKED_FOR: set_aside}
     room = None if budget is None else max(budget - sum((aside or {}).values()), 0)

@@ -110,6 +110,8 @@ def _ones(step: Step) -> dict[str, _One]:
     for call in step.calls:
         if not call.outermost:
             calls[call.path].append(call)
+    for path in {call.path for call in step.calls if step.goes_back_twice(call)}:
+        calls.pop(path, None)
     saves = step.saves
     order = np.argsort(saves.span, kind="stable")
     spans = saves.span[order]
@@ -191,6 +193,8 @@ def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
 def _runs(step: Step, ones: dict[str, _One], chains: Collection[str]) -> Iterator[Candidate]:
     """Several modules as one checkpoint: of each length up to a few, and in ever longer steps beyond."""
     for paths, by_hand in (*_in_chains(step, chains), *_in_loops(step, chains)):
+        if not all(path in ones for path in paths):
+            continue  # backward goes through some more than once
         those = [ones[path] for path in paths]
         calls = list(zip(*(one.calls for one in those), strict=True))
         for length in _lengths(len(those)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 
 import numpy as np
 
@@ -65,26 +67,25 @@ class Search:
         The chain knows the cheapest of what runs once, as far as regions share nothing. Where it does not know all, or
         has found none, another is grown: one candidate after the other, each time the one that lowers what is above the
         budget, summed over all moments, by most for its time, in the place of what it meets. Of both, what is not
-        needed is left out, the dearest first, and candidates are exchanged for cheaper ones as long as that fits; the
-        cheaper plan is it. Of very long steps only so much is tried.
+        needed is left out, the dearest first, and candidates are exchanged for cheaper ones as long as that fits. The
+        cheapest is it, those that other searches have come by among them. Of very long steps only so much is tried.
         """
         found = [self._improved(self._pruned(chosen, budget), budget) for chosen in self._fitting(budget)]
+        found += [chosen for chosen, peak in self._peaks.items() if peak.bytes <= budget]
         return self._plan(min(found, key=self._ns)) if found else None
 
     def smallest(self) -> Plan:
         """The plan with the lowest peak that is found, and of these the cheapest."""
-        bare = lowest = self.plan([]).peak.bytes
+        bare = self.plan([]).peak.bytes
+        lowest = min(peak.bytes for peak in self._peaks.values())
         low = min(self._untouched(), lowest) - 1  # nothing is found within it
-        best: frozenset[int] = frozenset()
         while lowest - low > PLAN_TOLERANCE * bare:
             budget = (low + lowest) // 2
             chosen = next(self._fitting(budget), None)
-            if chosen is None:
-                low = budget
-            else:
-                best, lowest = chosen, self._peak(chosen).bytes
-        # A search within exactly that may be in vain: it was found with more room.
-        return self.within(lowest) or self._plan(best)
+            low, lowest = (budget, lowest) if chosen is None else (low, self._peak(chosen).bytes)
+        found = self.within(lowest)
+        assert found is not None  # it was replayed, so it is known
+        return found
 
     def _untouched(self) -> int:
         """The highest where no plan changes anything: before the first candidate, and after all that was saved."""
@@ -130,25 +131,38 @@ class Search:
         return None
 
     def _grown(self, budget: int) -> frozenset[int] | None:
+        """One candidate after the other, each time the best. One is tried anew only when it is first by what it was
+        worth when it was last tried: mostly it is worth less then, and others stay behind it."""
         chosen: frozenset[int] = frozenset()
         excess = self._excess(chosen, budget)
+        waiting = [(-inf, number) for number in self._largest()]
         while excess:
-            best: tuple[float, int, frozenset[int]] | None = None
-            for number in range(len(self._among)):
-                if number in chosen:
-                    continue
+            useless = []
+            while waiting:
                 if not self._replays:
                     return None
+                _, number = heappop(waiting)
                 tried = chosen - self._meets(number) | {number}
                 left = self._excess(tried, budget)
-                if left < excess:
-                    worth = (excess - left) / max(self._ns(tried) - self._ns(chosen), 1)
-                    if best is None or worth > best[0]:
-                        best = worth, left, tried
-            if best is None:
+                if left >= excess:
+                    useless.append((0.0, number))
+                    continue
+                worth = (excess - left) / max(self._ns(tried) - self._ns(chosen), 1)
+                if not waiting or -worth <= waiting[0][0]:
+                    useless += [(-inf, out) for out in chosen - tried]
+                    chosen, excess = tried, left
+                    break
+                heappush(waiting, (-worth, number))
+            else:
                 return None
-            _, excess, chosen = best
+            for one in useless:
+                heappush(waiting, one)
         return chosen
+
+    def _largest(self) -> list[int]:
+        """Candidates that save most, not more than half as many as may be tried."""
+        largest = sorted(range(len(self._among)), key=lambda number: -self._among[number].saved_bytes)
+        return sorted(largest[:max(self._replays // 2, 1)])
 
     def _pruned(self, chosen: frozenset[int], budget: int) -> frozenset[int]:
         for number in self._dearest(chosen):

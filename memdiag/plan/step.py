@@ -117,6 +117,8 @@ class Step:
             were recorded.
         random_state: bytes of this device that a copy of the random state takes.
         ran: ids of the spans of its operators, in their order.
+        twice: ids of the spans of operators that backward went through more than once; a checkpoint around them would
+            run again each time.
         present: checkpoints that the script has already.
         keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
         checkpoint_ns: time that a checkpoint takes beside what runs in it, as it was measured.
@@ -138,6 +140,7 @@ class Step:
     work_ns: int
     random_state: int
     ran: Ints
+    twice: Ints
     present: list[Present]
     keeping_ns: int
     checkpoint_ns: int
@@ -162,6 +165,11 @@ class Step:
         first, after = np.searchsorted(self.ran, (call.first, call.last + 1))
         return int(after - first)
 
+    def goes_back_twice(self, call: Call) -> bool:
+        """Whether backward went more than once through something in a call."""
+        first, after = np.searchsorted(self.twice, (call.first, call.last + 1))
+        return bool(after > first)
+
     def calls_inside(self, call: Call) -> list[Call]:
         """The module calls inside one, at whatever depth."""
         return self.calls[bisect_right(self._begins, call.first):bisect_right(self._begins, call.last)]
@@ -176,9 +184,10 @@ def planned_step(run: View) -> Step:
     trace = run.trace
     second = trace["second_forwards"]
     if not len(second["step"]):
+        ended = len(trace["steps"]["step"])
         raise MemdiagError(
             "no step of this run was recorded for plans: `memdiag plan SCRIPT` and `memdiag profile --plan SCRIPT` do "
-            "that in the third step, which must come and be recorded in full")
+            f"that in the third step, which must come and be recorded in full; {ended} steps ended in this run")
     number = int(second["step"][0])
     row = np.flatnonzero(trace["steps"]["step"] == number)
     if not len(row):
@@ -197,7 +206,7 @@ def planned_step(run: View) -> Step:
         _saves(trace, first, last, pace), _operators(trace, pace), calls, _work(trace, number, calls),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
-        _present(run, number, first, last), int(trace.about.get("keeping_ns", 0)),
+        _twice(trace, first, last), _present(run, number, first, last), int(trace.about.get("keeping_ns", 0)),
         int(trace.about.get("checkpoint_ns", 0)))
 
 
@@ -206,6 +215,15 @@ def _work(trace: Trace, number: int, calls: Sequence[Call]) -> int:
     times = trace["step_times"]
     return sum(call.end_ns - call.start_ns for call in calls if call.outermost) + int(
         times["ns"][times["step"] == number].sum())
+
+
+def _twice(trace: Trace, first: int, last: int) -> Ints:
+    spans = trace["spans"]
+    mine = (spans["kind"] == Kind.NODE) & (spans["start_event"] >= first) & (spans["end_event"] <= last)
+    mine &= spans["forward"] != NONE
+    nodes = np.stack([spans[name][mine].astype(np.int64) for name in ("forward", "name", "sequence")], axis=1)
+    found, times = np.unique(nodes, axis=0, return_counts=True)
+    return np.unique(found[times > 1, 0])
 
 
 def _present(run: View, number: int, first: int, last: int) -> list[Present]:

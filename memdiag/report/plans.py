@@ -93,9 +93,16 @@ def _head(planning: Planning, name: str) -> list[str]:
         "time": f"{format_time(step.work_ns)} of work, measured: forwards, backwards and optimizers",
         "peak": ", in ".join(filter(None, (format_bytes(planning.bare.peak.bytes), planning.phase))),
         "present": _present(planning),
+        "left out": _twice(planning),
         "budget": None if planning.budget is None else format_bytes(planning.budget),
         "set aside": None if planning.budget is None else _aside(planning),
     })]
+
+
+def _twice(planning: Planning) -> str | None:
+    step = planning.step
+    paths = {call.path for call in step.calls if not call.outermost and step.goes_back_twice(call)}
+    return f"{len(paths)} modules that backward goes through more than once in a step" if paths else None
 
 
 def _present(planning: Planning) -> str | None:
@@ -130,8 +137,10 @@ def _table(planning: Planning) -> list[str]:
     text = ["Plans, by the peak of the step and the time it takes longer", *table(headers, lines, "llrrll")]
     by_hand = any(one.by_hand for option in planning.options for one in option.plan.chosen)
     keeps = any(one.keep for option in planning.options for one in option.plan.chosen)
+    runs = any(len(one.modules) > 1 for option in planning.options for one in option.plan.chosen)
     return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan, and prints it "
                             "in full." + " *: keeps the results of some operators." * keeps
+                            + " 0…2: the modules 0 to 2 as one checkpoint; 0-2: each for itself." * runs
                             + " by_hand has a run of modules that only the script's own loop can make one checkpoint "
                               "of." * by_hand)
 
@@ -254,6 +263,8 @@ def _chosen(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
         unsafe = any(verdict.safety is Safety.UNSAFE for verdict in planning.safety.values())
         lines = ["No checkpoint is needed" if planning.budget is not None else
                  f"No {'safe ' * unsafe}checkpoint would pay"]
+        if unsafe and planning.budget is None:
+            lines += paragraph(_ALLOW)
         return lines if planning.budget is None else [*lines, *facts(_left(planning, option))]
     noise = "" if option.noise_ns is None else (
         f"; from step to step that differed by {share(option.noise_ns, planning.step.work_ns)}")
@@ -287,6 +298,9 @@ def _allowed(planning: Planning, option: Option) -> str | None:
     return f"though not safe: {why}. apply_plan takes them with allow_unsafe={json.dumps(found)} alone"
 
 
+_ALLOW = "Unsafe modules are in no plan; where what they do twice does no harm, --allow MODULE lets one be in plans"
+
+
 def _none_fits(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
     floor = planning.floor
     assert floor is not None
@@ -305,6 +319,8 @@ def _none_fits(planning: Planning, diagnosis: Diagnosis | None) -> list[str]:
         if headroom is not None and headroom >= 0:  # a run of modules that only the script itself can make one
             lines += paragraph(f"{option.name} fits, and has to be written into the script: "
                                + ", ".join(_folded(option.plan.chosen)), "> ")
+    if any(verdict.safety is Safety.UNSAFE for verdict in planning.safety.values()):
+        lines += paragraph(_ALLOW, "> ")
     for name, _ in largest:
         for text in _help(name, floor.option, diagnosis):
             lines += paragraph(f"{words(name)}: {text}", "> ")

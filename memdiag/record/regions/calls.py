@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memdiag.apply.regions import is_chain
 from memdiag.record.frames import in_torch, is_users
 from memdiag.record.hooks.modules import unwrapped
 from memdiag.record.regions.before import hooks_of, variables
-from memdiag.record.regions.state import Reached, code_of, picture
+from memdiag.record.regions.state import Reached, code_of, items_of, picture, reached
 from memdiag.record.regions.statements import definition, forward_line, stores, uses, uses_of_local
 from memdiag.record.stream import has_accelerator
 from memdiag.trace import model as m
@@ -53,7 +54,7 @@ class _Open:
     state: dict[_Name, Any]
     owners: dict[_Name, nn.Module | None]
     variables: list[Reached]
-    given: Any
+    given: list[tuple[str, Any]]
     devices: set[torch.device]
     needs: set[int] = field(default_factory=set)
 
@@ -111,7 +112,12 @@ class Calls:
             self._hook(hook)
         if module not in self._variables:
             self._variables[module] = variables(module)
-        call = _Open(module, key, operators, _random_states(), {}, {}, self._variables[module], given, devices)
+        args, kwargs = given
+        named = [*zip(_arguments(module, len(args)), args, strict=True), *kwargs.items()]
+        # What a function that it is given has captured may be bound anew, as the variable of a loop is.
+        captured = reached(_functions(tree_leaves(given)))
+        call = _Open(
+            module, key, operators, _random_states(), {}, {}, [*self._variables[module], *captured], named, devices)
         for name, owner, value in self._state(call):
             call.state[name], call.owners[name] = picture(value), owner
         self._open.append(call)
@@ -135,8 +141,10 @@ class Calls:
                 self.note_of(call.key, name.kind, name.text, where)
         self._compare_random(call)
         self._open.pop()
-        call.given = None  # not kept until the forward is over
-        self._over.append((call, {name: value for name, value in now.items() if name.kind != m.ARGUMENT}))
+        call.given = [(name, value) for name, value in call.given if _may_change(value)]  # tensors may go
+        kept = {name for name, _ in call.given}
+        self._over.append((call, {
+            name: value for name, value in now.items() if name.kind != m.ARGUMENT or name.text in kept}))
         if not self._open:
             self._changed_later(module)
         return call.key, call.needs
@@ -147,10 +155,12 @@ class Calls:
         for call, then in self._over:
             for name, owner, value in self._state(call):
                 if name.kind == m.ARGUMENT:
-                    continue
-                if name not in pictures:
-                    pictures[name] = picture(value)
-                if name in then and then[name] != pictures[name]:
+                    now = picture(value)  # each call has its own
+                elif name not in pictures:
+                    now = pictures[name] = picture(value)
+                else:
+                    now = pictures[name]
+                if name in then and then[name] != now:
                     where = self._where(name, owner, outermost)
                     self.note_of(call.key, m.CHANGED_LATER, f"{name.kind} `{name.text}`", where)
         self._over.clear()
@@ -170,10 +180,8 @@ class Calls:
                     yield _Name(m.ATTRIBUTE, f"{path}.{name}", id(part)), part, value
         for variable in call.variables:
             yield _Name(m.VARIABLE, variable.name, id(variable.scope)), None, variable.value()
-        if call.given is not None:
-            args, kwargs = call.given
-            for name, value in (*zip(_arguments(call.module, len(args)), args, strict=True), *kwargs.items()):
-                yield _Name(m.ARGUMENT, name), call.module, value
+        for name, value in call.given:
+            yield _Name(m.ARGUMENT, name), call.module, value
 
     def _where(self, name: _Name, owner: nn.Module | None, outermost: nn.Module | None = None) -> str | None:
         """The line that changes something; where the outermost module is over, the last that does."""
@@ -252,6 +260,13 @@ def _arguments(module: nn.Module, count: int) -> list[str]:
     code = getattr(type(module).forward, "__code__", None)
     names = [] if code is None else list(code.co_varnames[1:code.co_argcount])
     return [names[place] if place < len(names) else str(place) for place in range(count)]
+
+
+def _may_change(value: Any) -> bool:
+    """Whether something that was given may change and stay the same object: a container, or an object."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return items_of(value) is not None
 
 
 def _functions(hooks: Iterable[Any]) -> list[FunctionType]:
