@@ -293,6 +293,13 @@ class TestKept:
         assert not {"aten::bernoulli_", "aten::native_dropout"} & names  # random
         Keep(tuple(sorted(names)))
 
+    def test_what_autocast_casts_once_for_all_could_not(self) -> None:
+        # GIVEN a block that is called four times, the weights of which are cast in the first: when another runs again,
+        # it casts them anew, and finds nothing kept in their place
+        step, _, _ = recorded_with_choice("shared", True)
+        assert "aten::addmm" in step.operators.name
+        assert "aten::_to_copy" not in step.operators.name
+
     def test_what_is_written_to_later_could_not(self) -> None:
         # GIVEN a ReLU in the place of what a convolution has made
         def loop() -> None:

@@ -167,7 +167,6 @@ def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
     operators = step.operators
     sizes: dict[str, int] = defaultdict(int)
     times: dict[str, int] = defaultdict(int)
-    cast = set()
     for call in one.calls:
         rows = range(*np.searchsorted(operators.start, (call.start, call.end)))
         stop = int(step.saves.packed[list(one.saved)].max())
@@ -180,10 +179,8 @@ def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
             sizes[name] += int(step.size[made].sum())
             if end <= stop:
                 times[name] += int(operators.took_ns[row])
-            if step.cached[made].any():
-                cast.add(name)  # autocast keeps it, and PyTorch does not know which of the two has it
     least = max(PLAN_KEPT_SHARE * one.again_ns, 1)
-    worth = [(name, times[name]) for name in sizes if times[name] >= least and name not in cast]
+    worth = [(name, times[name]) for name in sizes if times[name] >= least]
     return sorted(worth, key=lambda pair: (-pair[1] / sizes[pair[0]], pair[0]))
 
 

@@ -203,7 +203,7 @@ def planned_step(run: View) -> Step:
     return Step(
         number, first, last, int(line.live[first - 1]) if first else line.start_bytes, line.live[first:last],
         np.where(run.mine, trace["allocations"]["bytes"], 0), run.life.born, run.life.died, let_go, cached,
-        _saves(trace, first, last, pace), _operators(trace, pace), calls, _work(trace, number, calls),
+        _saves(trace, first, last, pace), _operators(run, cached, pace), calls, _work(trace, number, calls),
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
         _twice(trace, first, last), _present(run, number, first, last), int(trace.about.get("keeping_ns", 0)),
@@ -291,7 +291,8 @@ def _saves(trace: Trace, first: int, last: int, pace: Callable[[Ints], Ints]) ->
         saves["allocation"][mine], saves["span"][mine], pace(time_ns), packed, unpacked[rows], gone, _used(trace, gone))
 
 
-def _operators(trace: Trace, pace: Callable[[Ints], Ints]) -> Operators:
+def _operators(run: View, cached: Mask, pace: Callable[[Ints], Ints]) -> Operators:
+    trace = run.trace
     table = trace["keepable"]
     order = np.argsort(table["start_ns"], kind="stable")
     # One that another calls is not seen by a checkpoint.
@@ -301,7 +302,12 @@ def _operators(trace: Trace, pace: Callable[[Ints], Ints]) -> Operators:
         column[order] for column in (
             table["name"], table["start_event"], table["end_event"],
             pace(table["end_ns"]) - pace(table["start_ns"])))
-    return Operators([trace.text[number] for number in name], start, end, took)
+    # What autocast casts once for all, a region that runs again casts anew: there are more of them then than were kept.
+    casts = run.life.born[cached]
+    row = np.searchsorted(start, casts, side="right") - 1
+    casting = np.unique(name[row[(row >= 0) & (casts < end[row])]])
+    could = ~np.isin(name, casting)
+    return Operators([trace.text[number] for number in name[could]], start[could], end[could], took[could])
 
 
 def _used(trace: Trace, released: Ints) -> Ints:
