@@ -508,3 +508,16 @@ def test_random_plans_onto_random_chains() -> None:
         assert_same(trained(model), trained(bare))
         inside = {path for one in regions for path in one["modules"]}
         assert calls(model) == {str(n): 4 if str(n) in inside else 2 for n in range(count)}
+
+
+class TestOtherModels:
+    def test_regions_of_one_of_several_models_go_by_its_own_names(self) -> None:
+        # GIVEN a plan of a script in which the model is the second one, a variable `student`
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+        assert [region.modules for region in memdiag.apply_plan(model, ["student.0"]).regions] == [("0",)]
+
+    def test_those_of_two_are_refused(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for plan in (["student.0", "teacher.0"], ["student.0", "1"], ["student.7"]):
+            with pytest.raises(MemdiagError, match="the model has no such module"):
+                memdiag.apply_plan(model, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -255,3 +256,19 @@ class TestPicture:
         for name in ("a.svg", "b.svg"):
             draw_plans(planning("unet"), ABOUT, tmp_path / name)
         assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_other_steps_with_other_inputs_are_told() -> None:
+    # GIVEN a step that is planned for, and others with larger batches
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def run(sizes: Sequence[int]) -> str:
+        def loop() -> None:
+            for size in sizes:
+                model(torch.randn(size, 8)).sum().backward()
+                model.zero_grad()
+
+        return render_plans(plans(View(record(loop, plan_step=PLANNED_STEP).trace)), ABOUT)
+
+    assert "2 other steps had inputs of other shapes" in run([16, 32, 8, 8])
+    assert "other shapes" not in run([8, 8, 8, 8])

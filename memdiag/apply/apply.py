@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import torch
@@ -49,7 +49,7 @@ class Applied:
 
 def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
     """As ``memdiag.apply_plan``."""
-    regions = read(plan, allow_unsafe)
+    regions = _named_here(model, read(plan, allow_unsafe))
     if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
         raise MemdiagError("the model has a plan already; undo() that one first")
     found = [[_module(model, path) for path in region.modules] for region in regions]
@@ -64,6 +64,17 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
     for module, forward in forwards:
         module.forward = forward
     return Applied(regions, forwards)
+
+
+def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:
+    """The regions by the model's own names. Where a script has several models, a plan has the name of a variable before
+    those of all but the first."""
+    names = {path.partition(".")[0] for region in regions for path in region.modules}
+    if len(names) != 1 or names <= {"", *model._modules}:
+        return regions
+    here = [replace(region, modules=tuple(path.partition(".")[2] for path in region.modules)) for region in regions]
+    there = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
+    return here if there.issuperset(path for region in here for path in region.modules) else regions
 
 
 def _forwards(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -> list[tuple[nn.Module, Forward]]:
@@ -87,7 +98,9 @@ def _module(model: nn.Module, path: str) -> nn.Module:
         if child is None:
             names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
             close = get_close_matches(path, names, n=3) or names[:3]
-            raise MemdiagError(f"{path}: the model has no such module; there is {', '.join(close) or 'none inside'}")
+            inside = "; the model is in its .module" if isinstance(model, nn.parallel.DistributedDataParallel) else ""
+            raise MemdiagError(
+                f"{path}: the model has no such module; there is {', '.join(close) or 'none inside'}{inside}")
         module = child
     if isinstance(module, torch.jit.ScriptModule):
         raise MemdiagError(f"{path}: is, or is inside, a torch.jit.ScriptModule, which runs code of its own; apply the "

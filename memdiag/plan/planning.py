@@ -16,7 +16,7 @@ from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoi
 from memdiag.plan.search import Plan, Search
 from memdiag.plan.step import Step, planned_step
 from memdiag.policy import PLAN_BY_HAND, PLAN_TOLERANCE
-from memdiag.trace import Level, Role
+from memdiag.trace import NONE, Level, Role
 from memdiag.trace.places import Place
 from memdiag.trace.view import View
 
@@ -80,6 +80,7 @@ class Planning:
         gains: of each module by itself; what lowers the peak most comes first.
         floor: where no plan fits the budget.
         poor: what one would choose first, and better does not.
+        other_inputs: steps that ended with inputs of other shapes: their peaks are others.
         safety: of each module that was called; unsafe ones are in no plan, but for those that are allowed.
     """
 
@@ -93,6 +94,7 @@ class Planning:
     gains: list[Option]
     floor: Floor | None
     poor: list[Poor]
+    other_inputs: int
     safety: dict[str, Verdict]
     allowed: frozenset[str]
 
@@ -170,7 +172,14 @@ def plans(
         step=step, device=run.device, phase=options[0].phase, budget=budget,
         set_aside={} if budget is None else aside, options=options, chosen=chosen, gains=gains,
         floor=_floor(run, _option(run, step, search, "lowest", lowest)) if chosen is None else None,
-        poor=poor_choices(step, options, gains) if among else [], safety=safety, allowed=frozenset(allow))
+        poor=poor_choices(step, options, gains) if among else [],
+        other_inputs=_other_inputs(run, step.number), safety=safety, allowed=frozenset(allow))
+
+
+def _other_inputs(run: View, number: int) -> int:
+    steps = run.trace["steps"]
+    shapes, mine = steps["input_shapes"], steps["input_shapes"][steps["step"] == number]
+    return int(((shapes != NONE) & ~np.isin(shapes, mine)).sum())
 
 
 def _free(step: Step, among: Sequence[Candidate], nowhere: Collection[str]) -> list[Candidate]:

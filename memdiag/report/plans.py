@@ -92,6 +92,8 @@ def _head(planning: Planning, name: str) -> list[str]:
         "step": f"{step.number}, replayed under each plan",
         "time": f"{format_time(step.work_ns)} of work, measured: forwards, backwards and optimizers",
         "peak": ", in ".join(filter(None, (format_bytes(planning.bare.peak.bytes), planning.phase))),
+        "inputs": f"{planning.other_inputs} other steps had inputs of other shapes, and have other peaks"
+        if planning.other_inputs else None,
         "present": _present(planning),
         "left out": _twice(planning),
         "budget": None if planning.budget is None else format_bytes(planning.budget),
@@ -357,6 +359,7 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
         "schema_version": SCHEMA_VERSION,
         "about": about,
         "present": [{"what": one.what, "step_time_ns": one.again_ns, "bytes": one.bytes} for one in step.present],
+        "other_inputs": planning.other_inputs,
         "baseline": {"peak_bytes": bare.peak.bytes, "phase": planning.phase, "step_time_ns": step.work_ns},
         "budget_bytes": planning.budget,
         "plans": [_plan(planning, option) for option in planning.options],
