@@ -88,8 +88,8 @@ class TestWithin:
 
     @pytest.mark.parametrize("name", PARTS)
     def test_the_peak_is_that_of_the_plan_really_applied(self, name: str) -> None:
-        step, before = recorded(name, False)
-        search = Search(step, candidates(step))
+        step, before, choice = recorded_with_choice(name, False)
+        search = Search(step, choice)
         bare = search.plan([]).peak.bytes
         found = search.within(bare - (bare - before) // 5)
         assert found is not None

@@ -11,7 +11,7 @@ from memdiag.plan.regions import candidates
 from memdiag.plan.replay import Region, peak_under
 from memdiag.plan.search import Search
 from memdiag.plan.step import Step, planned_step
-from memdiag.trace import NONE, Phase, Role
+from memdiag.trace import NONE, Kind, Phase, Role
 from memdiag.trace.model import GRAD_ON
 from memdiag.trace.view import View
 
@@ -60,6 +60,11 @@ class Chain(TraceBuilder):
                 died = number + 2 if number + 1 < count else NONE
                 self._rows["second_forwards"].append(
                     {"step": 0, "forward": 0, "device": 0, "bytes": size, "died": died})
+            calls = [row for row in self._rows["spans"] if row["kind"] == Kind.MODULE]
+            for call in sorted(calls, key=lambda row: row["id"]):  # it takes as long
+                self._rows["second_calls"].append({
+                    "step": 0, "forward": 0, "module": call["name"], "start_ns": call["start_ns"],
+                    "end_ns": call["end_ns"]})
             with self.phase(Phase.BACKWARD):
                 uses = [2 if number + 1 in saves_input else 1 for number in range(count)]
                 uses[-1] += holds

@@ -72,7 +72,7 @@ def _is_run(target: str) -> bool:
     return target.endswith(".mdiag") or is_run_file(target)
 
 
-_LEAST_BUDGET = 2**20  # bytes: a number below it without a unit was not meant so
+_LEAST_BUDGET = 2**16  # bytes: a number below it without a unit was not meant so
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,7 +52,7 @@ NOT_PROBED = "it did not run a second time when the run was recorded, so nothing
 PRESERVED = "the random state is preserved"
 
 _UNSAFE: dict[str, Callable[[str], str]] = {
-    m.BUFFER: lambda text: _buffers([f"`{text}`"]),
+    m.BUFFER: lambda text: f"buffer `{text}` changes, and would change twice",
     m.ATTRIBUTE: lambda text: f"attribute `{text}` changes, and would change twice",
     m.VARIABLE: lambda text: f"variable `{text}`, outside the function, changes, and would change twice",
     m.ARGUMENT: lambda text: f"what it is given as `{text}` changes, and would change twice",
@@ -122,23 +122,12 @@ def _called(trace: Trace) -> set[str]:
 def _verdict(path: str, about: set[tuple[str, str, str | None]]) -> Verdict:
     if not any(kind == m.PROBED for kind, _, _ in about):
         return Verdict(path, Safety.UNSAFE, reasons=(Reason(NOT_PROBED, None),))
-    buffers: dict[str | None, list[str]] = {}
-    for kind, text, line in sorted(about, key=str):
-        if kind == m.BUFFER:
-            buffers.setdefault(line, []).append(f"`{text}`")
-    reasons = {Reason(_UNSAFE[kind](text), line) for kind, text, line in about if kind in _UNSAFE and kind != m.BUFFER}
-    reasons |= {Reason(_buffers(names), line) for line, names in buffers.items()}
+    reasons = {Reason(_UNSAFE[kind](text), line) for kind, text, line in about if kind in _UNSAFE}
     if reasons:
         ordered = sorted(reasons, key=lambda reason: (reason.line or "", reason.text))
         return Verdict(path, Safety.UNSAFE, reasons=tuple(ordered))
     conditions = sorted({_SAFE_WITH[kind](text) for kind, text, _ in about if kind in _SAFE_WITH})
     return Verdict(path, Safety.SAFE_WITH if conditions else Safety.SAFE, tuple(conditions))
-
-
-def _buffers(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"buffer {names[0]} changes, and would change twice"
-    return f"buffers {', '.join(names[:-1])} and {names[-1]} change, and would change twice"
 
 
 def _course(text: str) -> str:
