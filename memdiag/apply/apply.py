@@ -70,7 +70,7 @@ def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:
     """The regions by the model's own names. Where a script has several models, a plan has the name of a variable before
     those of all but the first."""
     names = {path.partition(".")[0] for region in regions for path in region.modules}
-    if len(names) != 1 or names <= {"", *model._modules}:
+    if len(names) != 1 or names <= {"", *(name for name, _ in model.named_children())}:
         return regions
     here = [replace(region, modules=tuple(path.partition(".")[2] for path in region.modules)) for region in regions]
     there = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
