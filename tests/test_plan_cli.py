@@ -106,8 +106,8 @@ class TestPlan:
         done = memdiag(folder, "plan", "run.mdiag", "--json", "-")
         found = json.loads(done.stdout)
         assert list(found) == [
-            "schema_version", "about", "present", "other_inputs", "baseline", "budget_bytes", "plans", "chosen", "floor",
-            "gains", "poor_choices", "safety"]
+            "schema_version", "about", "present", "other_inputs", "baseline", "budget_bytes", "plans", "chosen",
+            "floor", "gains", "poor_choices", "safety"]
         assert found["plans"][0]["name"] == "none"
         assert found["plans"][0]["predicted"]["peak_bytes"] == found["baseline"]["peak_bytes"]
         blocks = next(plan for plan in found["plans"] if plan["name"] == "every_block")
