@@ -296,9 +296,11 @@ class TestKept:
     def test_what_autocast_casts_once_for_all_could_not(self) -> None:
         # GIVEN a block that is called four times, the weights of which are cast in the first: when another runs again,
         # it casts them anew, and finds nothing kept in their place
-        step, _, _ = recorded_with_choice("shared", True)
+        step, _, among = recorded_with_choice("shared", True)
         assert "aten::addmm" in step.operators.name
         assert "aten::_to_copy" not in step.operators.name
+        # AND nothing else may be kept in such a block, for PyTorch counts the casts as well
+        assert not [one for one in among if one.keep]
 
     def test_what_is_written_to_later_could_not(self) -> None:
         # GIVEN a ReLU in the place of what a convolution has made

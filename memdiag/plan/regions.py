@@ -153,6 +153,8 @@ def _keeping(step: Step, one: _One) -> Iterator[Candidate]:
     """A module that keeps operators: first what takes longest for its bytes, then that and the next, and so on."""
     if not any(step.calls_inside(call) for call in one.calls):
         return  # a layer: to keep what it makes is to leave it alone
+    if any(_uses_earlier_casts(step, call) for call in one.calls):
+        return  # run again it casts more than at first, and PyTorch counts what runs where something is kept
     keep: list[str] = []
     less_ns = -step.keeping_ns * sum(map(step.operators_inside, one.calls))
     for name, took_ns in _worth_keeping(step, one)[:PLAN_KEPT]:
@@ -160,6 +162,13 @@ def _keeping(step: Step, one: _One) -> Iterator[Candidate]:
         less_ns += took_ns
         if less_ns > 0:
             yield _alone(one, tuple(keep), less_ns)
+
+
+def _uses_earlier_casts(step: Step, call: Call) -> bool:
+    """Whether a call uses weights that autocast had cast before it."""
+    inside = (step.saves.span >= call.first) & (step.saves.span <= call.last) & (step.saves.allocation != NONE)
+    saved = step.saves.allocation[inside]
+    return bool((step.cached[saved] & (step.born[saved] < call.start)).any())
 
 
 def _worth_keeping(step: Step, one: _One) -> list[tuple[str, int]]:
