@@ -150,7 +150,7 @@ WALK_NODES = 300_000
 
 PLAN_LABELS = 2000
 """Ways through a part of the model that a search for plans goes on with: of a thousand blocks it then takes seconds,
-and leaves out no way but those that are within a two-thousandth of another's time."""
+and the ways that are left out lie between two that are kept."""
 
 PLAN_AIMS = 4
 """Times that the aim of a search is lowered by what regions share: what is too much after a few is not due to that."""

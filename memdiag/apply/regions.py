@@ -11,15 +11,13 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median_low
-from time import process_time_ns
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memdiag.apply.operators import Keep
+from memdiag.apply.operators import Keep, processor_ns
 
 
 def is_chain(module: nn.Module) -> bool:
@@ -130,17 +128,12 @@ def checkpoint_ns() -> int:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, device="cpu", requires_grad=True)
 
-        def took(forwards: Sequence[Callable[..., Any]]) -> int:
-            start, y = process_time_ns(), x
-            for forward in forwards:
-                y = forward(y)
-            torch.autograd.backward(y.sum())
-            return process_time_ns() - start
+        def run(forwards: Sequence[Callable[..., Any]]) -> None:
+            torch.autograd.backward(_chain(forwards, x).sum())
 
         regions = [Checkpointed(module) for module in modules]
-        bare, planned = (median_low(took(forwards) for _ in range(_TIMES)) for forwards in (
-            [region._bare() for region in regions], regions))
-    return max(planned - bare, 0) // _REGIONS
+        more = processor_ns(partial(run, regions)) - processor_ns(partial(run, [one._bare() for one in regions]))
+    return max(more, 0) // _REGIONS
 
 
-_REGIONS, _TIMES = 10, 9
+_REGIONS = 10

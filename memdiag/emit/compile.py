@@ -59,25 +59,20 @@ def kept_bytes(step: Step, regions: Sequence[Region]) -> tuple[int, int, int]:
     for region in regions:
         for call in step.calls:
             if call.path in region.modules:
-                inside |= _inside(step, call)
+                inside |= saves.inside(call)
                 stays[call.arguments] |= call.path == region.modules[0]
                 stays[_results(step, call, region.keep)] = True
     kept = bytes_with(stays, inside)
     stays, inside = _none(step)
     for call in step.calls:
         if call.outermost:
-            inside |= _inside(step, call)
+            inside |= saves.inside(call)
             stays[call.arguments] = True
     return kept, int(step.size[whole].sum()), bytes_with(stays, inside)
 
 
 def _none(step: Step) -> tuple[Mask, Mask]:
     return np.zeros(len(step.size), dtype=bool), np.zeros(len(step.saves.span), dtype=bool)
-
-
-def _inside(step: Step, call: Call) -> Mask:
-    inside: Mask = (step.saves.span >= call.first) & (step.saves.span <= call.last)
-    return inside
 
 
 def _results(step: Step, call: Call, keep: Sequence[str]) -> list[int]:

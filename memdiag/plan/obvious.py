@@ -57,7 +57,7 @@ def poor_choices(step: Step, options: Sequence[Option], gains: Sequence[Option])
 def _whole_model(step: Step, options: Sequence[Option], whole: Sequence[Region]) -> Poor | None:
     saves, again = step.saves, 0
     for call in (call for region in whole for call in region.calls):
-        inside = (saves.span >= call.first) & (saves.span <= call.last)
+        inside = saves.inside(call)
         if (inside & (saves.unpacked != NONE)).any():
             again += int(saves.time_ns[inside].max()) - call.start_ns
     peak = peak_under(step, whole).bytes
@@ -104,7 +104,7 @@ def _saved(step: Step, regions: Sequence[Region]) -> int:
     saves = step.saves
     inside = np.zeros(len(saves.span), dtype=bool)
     for call in (call for region in regions for call in region.calls):
-        inside |= (saves.span >= call.first) & (saves.span <= call.last)
+        inside |= saves.inside(call)
     known = saves.allocation != NONE
     mine = np.setdiff1d(saves.allocation[known & inside], saves.allocation[known & ~inside])
     mine = mine[step.born[mine] >= step.first]

@@ -166,8 +166,7 @@ def _keeping(step: Step, one: _One) -> Iterator[Candidate]:
 
 def _uses_earlier_casts(step: Step, call: Call) -> bool:
     """Whether a call uses weights that autocast had cast before it."""
-    inside = (step.saves.span >= call.first) & (step.saves.span <= call.last) & (step.saves.allocation != NONE)
-    saved = step.saves.allocation[inside]
+    saved = step.saves.allocation[step.saves.inside(call) & (step.saves.allocation != NONE)]
     return bool((step.cached[saved] & (step.born[saved] < call.start)).any())
 
 

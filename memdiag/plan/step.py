@@ -68,6 +68,11 @@ class Saves:
     released: Ints
     used: Ints
 
+    def inside(self, call: Call) -> Mask:
+        """What was saved in a call, that of the calls in it included."""
+        found: Mask = (self.span >= call.first) & (self.span <= call.last)
+        return found
+
 
 @dataclass(frozen=True)
 class Operators:
