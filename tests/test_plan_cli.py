@@ -223,6 +223,8 @@ class TestPlan:
 
     @pytest.mark.parametrize(("arguments", "said"), [
         (("run.mdiag", "--budget", "24G"), "'24G' is not a size"),
+        (("run.mdiag", "--budget", "20"), "20 is in bytes; with a unit it is, say, 20GiB"),
+        (("plan.json",), "plan.json is no script"),
         (("run.mdiag", "--budget", "1GiB", "--minimum"), "choose different plans"),
         (("run.mdiag", "--minimum", "--choose", "none"), "choose different plans"),
         (("run.mdiag", "--set-aside", "1MiB"), "give --budget too"),

@@ -72,23 +72,26 @@ def _is_run(target: str) -> bool:
     return target.endswith(".mdiag") or is_run_file(target)
 
 
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except MemdiagError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 _LEAST_BUDGET = 2**16  # bytes: a number below it without a unit was not meant so
 
 
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    try:
-        size = None if value is None else parse_bytes(value)
-    except MemdiagError as error:
-        raise click.BadParameter(str(error)) from None
-    if parameter.name == "budget" and size is not None and value is not None and value.strip().isdecimal() and (
-            size < _LEAST_BUDGET):
+def _budget(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    size = _size(context, parameter, value)
+    if value is not None and value.strip().isdecimal() and int(value) < _LEAST_BUDGET:
         raise click.BadParameter(f"{value} is in bytes; with a unit it is, say, {value}GiB")
     return size
 
 
 @click.command(cls=_ScriptOrRun, context_settings={"allow_interspersed_args": False})
 @click.option("-m", "is_module", is_flag=True, help="TARGET is a module, as for `python -m`.")
-@click.option("--budget", metavar="SIZE", callback=_size, help="Choose the cheapest plan that fits in SIZE.")
+@click.option("--budget", metavar="SIZE", callback=_budget, help="Choose the cheapest plan that fits in SIZE.")
 @click.option(
     "--set-aside", metavar="SIZE", callback=_size,
     help="Keep SIZE of the budget back for what is not among the allocated bytes of a plan. Without this, what "
