@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from planned import PLANNED_STEP
 from recording import record
 
+from memdiag.plan.planning import uncollected
 from memdiag.plan.regions import candidates
 from memdiag.plan.replay import Replay
 from memdiag.plan.safety import chains
 from memdiag.plan.search import Search
-from memdiag.plan.step import planned_step
+from memdiag.plan.step import Step, planned_step
 from memdiag.trace.view import View
 
 WIDTH, ROWS, REPLAYS = 16, 64, 20
@@ -82,6 +83,11 @@ def measure(blocks: int, slack: float) -> tuple[list[object], bool]:
     """A row of the table, and whether it is as fast as it has to be, times the slack."""
     seen = record(lambda: train(blocks), plan_step=PLANNED_STEP)
     step, chained = planned_step(View(seen.trace)), chains(seen.trace)
+    with uncollected():
+        return _measured(blocks, slack, step, chained)
+
+
+def _measured(blocks: int, slack: float, step: Step, chained: Collection[str]) -> tuple[list[object], bool]:
     storages = len(step.made_between(step.first, step.last))
     found = candidates(step, chained)
     finding = timed(lambda: candidates(step, chained))[0]

@@ -1,13 +1,15 @@
 """Does a step under a plan take as much longer as was said? Plans for larger models, applied and timed.
 
-    python benchmarks/plan_times.py [--rounds 30] [--recordings 5] [--models gpt,resnet,unet] [--fresh-memory]
+    python benchmarks/plan_times.py [--sets 5] [--rounds 8] [--recordings 5] [--models gpt,resnet,unet] [--fresh-memory]
 
 A GPT, a ResNet and a U-Net, of the kinds in ``tests/planned.py``, each with four plans: every block, every second one,
 the one that is found for a budget half way between the smallest peak and the bare one, and a part (the MLPs of a GPT,
 half the blocks of a ResNet, the way down of a U-Net). Predicted is what a recording of three steps says, as
-``memdiag profile --plan`` makes it: the median of several, each in a process of its own. Measured is the processor time
+``memdiag profile --plan`` makes it: the mean of several, each in a process of its own. Measured is the processor time
 of whole steps on one thread, bare and under each plan, with equal seeds, each in a process of its own; one step of
-each in turn, again and again. What a plan adds is the median over the turns of its step beside the bare one.
+each in turn, again and again. What a plan adds is the median over the turns of its step beside the bare one. Where a
+process has its memory makes all its steps a little faster or slower, by chance; so there are several such sets of
+processes, one after the other, and what is told is the mean of their medians.
 
 The C library is told to keep the memory that is freed. Otherwise it gives some of it back to the system, and how much
 has to be fetched anew in a step, page by page, hangs on sizes and the order of frees, in either step; with
@@ -144,15 +146,15 @@ def started(arguments: Sequence[str], fresh: bool) -> subprocess.Popen[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", **({} if fresh else KEEP)})
 
 
-def middle(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and its standard error: that of a mean, by the quartiles, times the square root of π / 2."""
-    if len(values) < 2:
-        return values[0], 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return statistics.median(values), 1.253 * (high - low) / 1.349 / len(values) ** 0.5
+def mean(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return statistics.fmean(values), error
 
 
-def measure(name: str, recordings: int, rounds: int, points: float, fresh: bool) -> tuple[list[list[object]], bool]:
+def measure(
+    name: str, recordings: int, sets: int, rounds: int, points: float, fresh: bool
+) -> tuple[list[list[object]], bool]:
     """Rows of the table, and whether all are near enough."""
     said: dict[str, list[float]] = {}
     plans: dict[str, dict[str, Any]] = {}
@@ -162,8 +164,29 @@ def measure(name: str, recordings: int, rounds: int, points: float, fresh: bool)
         for kind, (plan, share) in json.loads(out).items():
             plans[kind] = plan
             said.setdefault(kind, []).append(100 * share)
-    processes = {kind: started(["--train", name, json.dumps(plan)], fresh) for kind, plan in plans.items()}
+    times: list[float] = []
+    more: dict[str, list[float]] = {kind: [] for kind in plans}
+    for _ in range(sets):
+        took, its_more = turns(name, plans, rounds, fresh)
+        times.append(took)
+        for kind, percent in its_more.items():
+            more[kind].append(percent)
+    rows, near = [], True
+    for kind in plans:
+        (predicted, its_error), (measured, error) = mean(said[kind]), mean(more[kind])
+        together = (its_error ** 2 + error ** 2) ** 0.5
+        apart = predicted - measured
+        near &= abs(apart) <= points + together
+        rows.append([name, kind, f"{1000 * statistics.median(times):.0f}", f"{predicted:.1f} ± {its_error:.1f}",
+                     f"{min(said[kind]):.1f} to {max(said[kind]):.1f}", f"{measured:.1f} ± {error:.1f}",
+                     f"{apart:+.1f}", f"{together:.1f}"])
+    return rows, near
+
+
+def turns(name: str, plans: dict[str, dict[str, Any]], rounds: int, fresh: bool) -> tuple[float, dict[str, float]]:
+    """Of one set of processes: the median time of a bare step, and what each plan adds to it, in per cent."""
     bare = started(["--train", name, ""], fresh)
+    processes = {kind: started(["--train", name, json.dumps(plan)], fresh) for kind, plan in plans.items()}
     times: list[float] = []
     more: dict[str, list[float]] = {kind: [] for kind in plans}
     for number in range(rounds + PLANNED_STEP):
@@ -175,16 +198,7 @@ def measure(name: str, recordings: int, rounds: int, points: float, fresh: bool)
                 more[kind].append(100 * (seconds / before - 1))
     for process in (bare, *processes.values()):
         process.communicate()
-    rows, near = [], True
-    for kind in plans:
-        (predicted, its_error), (measured, error) = middle(said[kind]), middle(more[kind])
-        together = (its_error ** 2 + error ** 2) ** 0.5
-        apart = predicted - measured
-        near &= abs(apart) <= points + together
-        rows.append([name, kind, f"{1000 * statistics.median(times):.0f}", f"{predicted:.1f} ± {its_error:.1f}",
-                     f"{min(said[kind]):.1f} to {max(said[kind]):.1f}", f"{measured:.1f} ± {error:.1f}",
-                     f"{apart:+.1f}", f"{together:.1f}"])
-    return rows, near
+    return statistics.median(times), {kind: statistics.median(percents) for kind, percents in more.items()}
 
 
 def _step(process: subprocess.Popen[str]) -> float:
@@ -204,7 +218,8 @@ def processor() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30, help="steps of each (default %(default)s)")
+    parser.add_argument("--sets", type=int, default=5, help="of processes (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each process (default %(default)s)")
     parser.add_argument("--recordings", type=int, default=5, help="of each model (default %(default)s)")
     parser.add_argument("--models", default=",".join(MODELS), help="by name (default: all)")
     parser.add_argument("--points", type=float, default=5, help="that they may be apart (default %(default)s)")
@@ -219,11 +234,12 @@ def main() -> int:
             return 0
     rows, near = [], True
     for name in arguments.models.split(","):
-        more, well = measure(name, arguments.recordings, arguments.rounds, arguments.points, arguments.fresh_memory)
+        more, well = measure(
+            name, arguments.recordings, arguments.sets, arguments.rounds, arguments.points, arguments.fresh_memory)
         rows += more
         near &= well
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {processor()}, 1 thread, processor time, "
-          f"{arguments.rounds} rounds, {arguments.recordings} recordings"
+          f"{arguments.sets} × {arguments.rounds} rounds, {arguments.recordings} recordings"
           f"{', memory given back to the system' if arguments.fresh_memory else ''}")
     print(tabulate(rows, ["model", "plan", "bare, ms", "predicted, %", "from", "measured, %", "points apart", "±"],
                    tablefmt="simple", disable_numparse=True))

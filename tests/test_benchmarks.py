@@ -103,7 +103,8 @@ def test_plan_scale() -> None:
 
 def test_plan_times() -> None:
     # GIVEN one model / WHEN a few steps are timed
-    output = run("plan_times", "--rounds", "2", "--recordings", "1", "--models", "unet", "--points", "1000")
+    output = run(
+        "plan_times", "--sets", "1", "--rounds", "2", "--recordings", "1", "--models", "unet", "--points", "1000")
     # THEN each plan has a row; how near it is hangs on the machine
     for plan in ("every block", "every 2nd", "for a budget", "the way down"):
         assert sum(plan in line for line in output.splitlines()) == 1

@@ -89,8 +89,19 @@ def timed() -> Trace:
         return record(loop, plan_step=PLANNED_STEP).trace
 
 
+FREE = {"checkpoint_ns": 0, "checkpointed_save_ns": 0}
+
+
 def step(**changed: int) -> Step:
     return replace(planned_step(View(timed())), **changed)
+
+
+def more_time(**costs: int) -> dict[tuple[str, ...], int]:
+    """What each candidate that keeps nothing takes longer, where a checkpoint has these costs."""
+    free, more = (
+        {one.modules: one.again_ns for one in candidates(step(**{**FREE, **given}), chains(timed())) if not one.keep}
+        for given in ({}, costs))
+    return {modules: more[modules] - free[modules] for modules in free}
 
 
 class TestTimes:
@@ -99,27 +110,34 @@ class TestTimes:
         assert step().work_ns == forward + BACKWARD + OPTIMIZER
 
     def test_of_a_block_end_with_its_last_save_and_are_those_of_the_middle_one(self) -> None:
-        found = {one.modules: one.again_ns for one in candidates(step(checkpoint_ns=0)) if not one.keep}
+        found = {one.modules: one.again_ns for one in candidates(step(**FREE)) if not one.keep}
         assert [found[(str(number),)] for number in range(BLOCKS)] == [BEFORE + BETWEEN] * BLOCKS
 
     def test_of_a_run_are_whole_but_for_the_last(self) -> None:
-        found = {one.modules: one.again_ns for one in candidates(step(checkpoint_ns=0), chains(timed()))}
+        found = {one.modules: one.again_ns for one in candidates(step(**FREE), chains(timed()))}
         runs = {modules: again for modules, again in found.items() if len(modules) > 1}
         assert runs
         for modules, again in runs.items():
             assert again == (len(modules) - 1) * (BEFORE + BETWEEN + AFTER) + BEFORE + BETWEEN
 
     def test_of_a_checkpoint_itself_are_added_once_for_each(self) -> None:
-        bare, more = (
-            {(one.modules, one.keep): one.again_ns for one in candidates(step(checkpoint_ns=ns), chains(timed()))
-             if not one.keep} for ns in (0, 1000))
-        assert {key: again + 1000 for key, again in bare.items()} == more
+        assert set(more_time(checkpoint_ns=1000).values()) == {1000}
+
+    def test_of_what_is_saved_in_a_checkpoint_are_added_for_each_tensor(self) -> None:
+        more = more_time(checkpointed_save_ns=1000)
+        # Of each block what enters it, its weight where the input needs a gradient, and the result of its last layer.
+        saved = [2, *[3] * (BLOCKS - 1)]
+        for modules, again in more.items():
+            if all("." not in module for module in modules):
+                assert again == 1000 * sum(saved[int(module)] for module in modules)
 
     def test_of_a_checkpoint_itself_are_measured(self) -> None:
-        assert step().checkpoint_ns == timed().about["checkpoint_ns"] > 0
+        about = timed().about
+        assert step().checkpoint_ns == about["checkpoint_ns"] > 0
+        assert step().checkpointed_save_ns == about["checkpointed_save_ns"] > 0
         # AND it leaves no trace
         state = torch.get_rng_state()
-        assert checkpoint_ns() > 0
+        assert min(checkpoint_ns()) > 0
         assert torch.equal(torch.get_rng_state(), state)
 
     def test_that_an_older_memdiag_did_not_take_are_missed(self) -> None:

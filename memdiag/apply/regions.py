@@ -119,21 +119,30 @@ def _chain(steps: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     return x
 
 
-def checkpoint_ns() -> int:
-    """Processor time that a checkpoint takes beside what runs in it, forward and backward together.
+def checkpoint_ns() -> tuple[int, int]:
+    """Processor time that a checkpoint takes beside what runs in it and runs again, forward and backward together.
 
-    It is measured now: a chain of checkpoints around next to nothing, and the same without.
+    It is measured now, with regions around next to nothing: of a few that save one tensor each, and of one that saves
+    as many as they all.
+
+    Returns:
+        of each checkpoint, and of each tensor that is saved in it.
     """
-    modules = [nn.Tanh() for _ in range(_REGIONS)]
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, device="cpu", requires_grad=True)
+        sine: Callable[[Any], Any] = torch.sin
 
-        def run(forwards: Sequence[Callable[..., Any]]) -> None:
-            torch.autograd.backward(_chain(forwards, x).sum())
+        def more(regions: Sequence[Callable[[Any], Any]]) -> int:
+            """Of these as checkpoints than twice their forwards and once their backwards."""
+            checkpoints = [partial(checkpoint, region, use_reentrant=False) for region in regions]
+            bare, again, under = (processor_ns(work) for work in (
+                lambda: torch.autograd.backward(_chain(regions, x).sum()), lambda: _chain(regions, x),
+                lambda: torch.autograd.backward(_chain(checkpoints, x).sum())))
+            return max(under - bare - again, 0)
 
-        regions = [Checkpointed(module) for module in modules]
-        more = processor_ns(partial(run, regions)) - processor_ns(partial(run, [one._bare() for one in regions]))
-    return max(more, 0) // _REGIONS
+        one, many = more([partial(_chain, [sine] * _SAVES)]), more([sine] * _SAVES)
+    each = max(many - one, 0) // (_SAVES - 1)  # as many saves, in more checkpoints
+    return each, max(one - each, 0) // _SAVES
 
 
-_REGIONS = 10
+_SAVES = 20

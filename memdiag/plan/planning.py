@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -113,6 +115,20 @@ class Planning:
         return None if self.budget is None else self.budget - self.aside - option.plan.peak.bytes
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage waits: plans make hundreds of thousands of small objects and no cycles, and to look through all that the
+    process has, the model of a script that has just ended included, takes as long as a search."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@uncollected()
 def plans(
     run: View, budget: int | None = None, smallest: bool = False, *, name: str | None = None,
     allow: Collection[str] = (), set_aside: int | None = None,

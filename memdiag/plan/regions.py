@@ -125,6 +125,7 @@ def _ones(step: Step) -> dict[str, _One]:
             if (saves.unpacked[rows] != NONE).any():
                 saved += rows.tolist()
                 again_ns += int(saves.time_ns[rows].max()) - call.start_ns + step.checkpoint_ns
+                again_ns += len(rows) * step.checkpointed_save_ns
         rows = np.array(saved, dtype=np.int64)
         sizes = step.size[saves.allocation[rows]] * (saves.allocation[rows] != NONE)
         kind = _INDEX.sub("*", path), *sizes.tolist()
@@ -206,10 +207,11 @@ def _runs(step: Step, ones: dict[str, _One], chains: Collection[str]) -> Iterato
             for start in range(len(those) - length + 1):
                 run = those[start:start + length]
                 if run[0].saved and run[-1].saved:
+                    whole_ns = sum(one.whole_ns + len(one.saved) * step.checkpointed_save_ns for one in run[:-1])
                     yield Candidate(
                         tuple(one.path for one in run),
                         tuple(Region(turn[start:start + length]) for turn in calls),
-                        sum(one.whole_ns for one in run[:-1]) + run[-1].again_ns, by_hand=by_hand,
+                        whole_ns + run[-1].again_ns, by_hand=by_hand,
                         saved_bytes=sum(one.saved_bytes for one in run), kind=tuple(one.kind for one in run))
 
 

@@ -126,7 +126,8 @@ class Step:
             run again each time.
         present: checkpoints that the script has already.
         keeping_ns: time that each operator of a region takes longer where the region keeps others, as it was measured.
-        checkpoint_ns: time that a checkpoint takes beside what runs in it, as it was measured.
+        checkpoint_ns: time that a checkpoint takes beside what runs in it, as it was measured; and, in
+            ``checkpointed_save_ns``, that each tensor takes longer which is saved in it.
     """
 
     number: int
@@ -149,6 +150,7 @@ class Step:
     present: list[Present]
     keeping_ns: int
     checkpoint_ns: int
+    checkpointed_save_ns: int
 
     @cached_property
     def _made(self) -> tuple[Ints, Ints]:
@@ -212,7 +214,7 @@ def planned_step(run: View) -> Step:
         int(trace.about.get("random_state_bytes", 0)) if run.device == "cpu" else 0,
         np.sort(trace["spans"]["id"][trace["spans"]["kind"] == Kind.OPERATOR]),
         _twice(trace, first, last), _present(run, number, first, last), int(trace.about.get("keeping_ns", 0)),
-        int(trace.about.get("checkpoint_ns", 0)))
+        int(trace.about.get("checkpoint_ns", 0)), int(trace.about.get("checkpointed_save_ns", 0)))
 
 
 def _work(trace: Trace, number: int, calls: Sequence[Call]) -> int:

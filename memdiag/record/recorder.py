@@ -245,7 +245,7 @@ class Recorder:
         if self._rehearsals is not None:
             facts["random_state_bytes"] = torch.get_rng_state().nbytes
             facts["keeping_ns"] = keeping_ns()
-            facts["checkpoint_ns"] = checkpoint_ns()
+            facts["checkpoint_ns"], facts["checkpointed_save_ns"] = checkpoint_ns()
 
         def write() -> None:
             self._flush()
