@@ -237,3 +237,10 @@ a forward itself keeps is some tens."""
 
 PROBED_BYTES = 16 * 2**20
 """Size up to which the values of a NumPy array that a module keeps are compared: a hundredth of a second each time."""
+
+CHECK_NOISE = 4
+"""Times the difference between two runs of one script that a run with checkpoints may differ by, as norms: of a few
+runs of a reduction whose order changes, the largest difference is a small multiple of a typical one."""
+
+CHECK_COSINE = 1e-6
+"""By which the cosine between a value of two runs may be below 1: rounding turns no direction, another mask does."""

@@ -277,6 +277,7 @@ class Names:
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._prefix: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._root: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
         self.model_seen = False
         self._bare = False  # a model's names stand bare
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -292,6 +293,14 @@ class Names:
     def of(self, module: nn.Module) -> str:
         """The name; for a module that no model contains, its class."""
         return self._names.get(module) or type(module).__name__
+
+    def root_of(self, module: nn.Module) -> nn.Module | None:
+        """The model that a module was found in, torch's own wrappers taken off."""
+        found = self._root.get(module)
+        return None if found is None else found()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._names
 
     def join(self, root: nn.Module, name: str) -> str:
         """The name of something owned by a module below ``root``, ``name`` being relative to it."""
@@ -315,10 +324,12 @@ class Names:
         prefix = "" if trained and not self._bare else label
         self._bare = self._bare or trained
         self._names.setdefault(module, type(module).__name__)
+        self._root.setdefault(module, weakref.ref(root))
         for path, part in root.named_modules():
             name = ".".join(p for p in (prefix, path) if p)
             self._names.setdefault(part, name or type(root).__name__)
             self._prefix.setdefault(part, name)
+            self._root.setdefault(part, weakref.ref(root))
 
 
 def unwrapped(root: nn.Module) -> nn.Module:

@@ -1,0 +1,137 @@
+"""Where two runs first differ, stage by stage. Pure: from what the runs have left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from memdiag.check.entries import BUFFERS_MIDWAY, NOTHING, Entry, Key, Run, Segment, Stage
+
+
+class Outcome(Enum):
+    """Of a stage."""
+
+    EQUAL = "equal"
+    WITHIN_NOISE = "within_noise"
+    DIFFERENT = "different"
+    NOT_COMPARED = "not_compared"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one run has at a place, and the other.
+
+    Attributes:
+        a, b: None where the run has no such thing.
+    """
+
+    a: Entry | None
+    b: Entry | None
+
+    @property
+    def name(self) -> str:
+        entry = self.a or self.b
+        return "" if entry is None else entry.name
+
+    @property
+    def key(self) -> Key:
+        entry = self.a or self.b
+        return ("", "", 0) if entry is None else entry.key
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two runs, side by side.
+
+    Attributes:
+        step: of the optimizer, in which they first differ, from 0; None where they never do.
+        stages: how each came out: in that step, or in all where none differs.
+        different: what differs in that step, in the order in which it was looked at.
+        steps: that both have.
+    """
+
+    step: int | None
+    stages: dict[Stage, Outcome]
+    different: dict[Stage, list[Pair]]
+    steps: int
+
+    @property
+    def first(self) -> Stage | None:
+        """The first stage that differs."""
+        return next((stage for stage in Stage if self.stages[stage] is Outcome.DIFFERENT), None)
+
+
+NOT_IN_COMMON = frozenset((Stage.INPUTS, Stage.OUTPUTS))
+"""Stages whose entries are calls: those that only one run has are told by the counts in the schedule."""
+
+
+def compare(a: Run, b: Run, noise: Collection[tuple[int, Key]] = ()) -> Compared:
+    """Compares two runs.
+
+    Args:
+        noise: places where two equal runs differ, which say nothing by themselves.
+    """
+    steps = min(len(a.segments), len(b.segments))
+    for step, (one, other) in enumerate(zip(a.segments, b.segments, strict=False)):
+        found = {stage: [pair for pair in _pairs(one, other, stage) if (step, pair.key) not in noise]
+                 for stage in Stage}
+        if any(found.values()):
+            outcomes = {stage: _outcome(one, other, stage, pairs) for stage, pairs in found.items()}
+            return Compared(step, outcomes, found, steps)
+    stages = {stage: Outcome.EQUAL if steps else Outcome.NOT_COMPARED for stage in Stage}
+    if steps:
+        last = min(a.segments[steps - 1], b.segments[steps - 1], key=lambda segment: segment.whole)
+        if not last.whole:
+            stages = {stage: _outcome(a.segments[steps - 1], b.segments[steps - 1], stage, []) for stage in Stage}
+    different: dict[Stage, list[Pair]] = {stage: [] for stage in Stage}
+    if len(a.segments) != len(b.segments) and a.failure is None and b.failure is None:
+        stages[Stage.SCHEDULE] = Outcome.DIFFERENT
+        counts = [Entry(Stage.SCHEDULE.value, "steps of optimizers", 0, str(len(run.segments))) for run in (a, b)]
+        different[Stage.SCHEDULE] = [Pair(*counts)]
+        return Compared(steps, stages, different, steps)
+    return Compared(None, stages, different, steps)
+
+
+def noise_of(a: Run, again: Run) -> set[tuple[int, Key]]:
+    """Places where two runs of the same script differ."""
+    found: set[tuple[int, Key]] = set()
+    for step, (one, other) in enumerate(zip(a.segments, again.segments, strict=False)):
+        for stage in Stage:
+            found |= {(step, pair.key) for pair in _pairs(one, other, stage)}
+    return found
+
+
+def _entries(segment: Segment, stage: Stage) -> dict[Key, Entry]:
+    """Of a step that was broken off, buffers are those that its forward left."""
+    if stage is Stage.BUFFERS and not segment.whole:
+        return {(stage.value, name, nth): entry._replace(stage=stage.value)
+                for (_, name, nth), entry in segment.by_key(BUFFERS_MIDWAY).items()}
+    return segment.by_key(stage.value)
+
+
+def _both(one: Segment, other: Segment, stage: Stage) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
+    if stage is Stage.BUFFERS and not (one.whole and other.whole):
+        one, other = (Segment(segment.entries, whole=False) for segment in (one, other))
+    return _entries(one, stage), _entries(other, stage)
+
+
+def _pairs(one: Segment, other: Segment, stage: Stage) -> list[Pair]:
+    """What differs."""
+    mine, others = _both(one, other, stage)
+    common = [Pair(entry, others[key]) for key, entry in mine.items() if key in others and (
+        entry.value, entry.shape, entry.dtype) != (others[key].value, others[key].shape, others[key].dtype)]
+    if stage in NOT_IN_COMMON or not (one.whole and other.whole):
+        return common
+    missing = [Pair(entry, None) for key, entry in mine.items() if key not in others and entry.value != NOTHING]
+    return common + missing + [
+        Pair(None, entry) for key, entry in others.items() if key not in mine and entry.value != NOTHING]
+
+
+def _outcome(one: Segment, other: Segment, stage: Stage, pairs: list[Pair]) -> Outcome:
+    if pairs:
+        return Outcome.DIFFERENT
+    mine, others = _both(one, other, stage)
+    if not (one.whole and other.whole) and stage in (Stage.RANDOM_STATE, Stage.PARAMETERS, Stage.GRADIENTS):
+        return Outcome.NOT_COMPARED if not mine.keys() & others.keys() else Outcome.EQUAL
+    return Outcome.EQUAL

@@ -1,0 +1,37 @@
+"""The memory of a run, with checkpoints put into its models or as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from memdiag.check.outermost import Outermost
+from memdiag.check.spec import Spec
+from memdiag.record import Options, Recorder
+from memdiag.record.process.launch import Target
+
+
+class Recorded:
+    """A recorder, entered after what puts in the checkpoints.
+
+    Args:
+        refused: called where they cannot be put in; ends the run.
+    """
+
+    def __init__(self, spec: Spec, path: Path, target: Target, refused: Callable[[str], None]) -> None:
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        self._recorder = Recorder(path, Options(stop_after=spec.steps), target.argv, script)
+        self._outermost = Outermost(spec.regions, refused)
+
+    def __enter__(self) -> Recorded:
+        self._outermost.start()
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.__exit__(kind, error, trace)
+        self._outermost.stop()
