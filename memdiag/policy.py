@@ -244,3 +244,6 @@ runs of a reduction whose order changes, the largest difference is a small multi
 
 CHECK_COSINE = 1e-6
 """By which the cosine between a value of two runs may be below 1: rounding turns no direction, another mask does."""
+
+CHECK_NAMES = 4
+"""Names of what differs in the text report of a check: repeated blocks are one, and JSON has all."""

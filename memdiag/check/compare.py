@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,25 +65,27 @@ class Compared:
 NOT_IN_COMMON = frozenset((Stage.INPUTS, Stage.OUTPUTS))
 """Stages whose entries are calls: those that only one run has are told by the counts in the schedule."""
 
+Places = Collection[tuple[int, Key]]
+"""Number of an optimizer's step, and an entry in it."""
 
-def compare(a: Run, b: Run, noise: Collection[tuple[int, Key]] = ()) -> Compared:
+
+def compare(a: Run, b: Run, within: Places = ()) -> Compared:
     """Compares two runs.
 
     Args:
-        noise: places where two equal runs differ, which say nothing by themselves.
+        within: places where the two differ by no more than two runs of one script.
     """
     steps = min(len(a.segments), len(b.segments))
-    for step, (one, other) in enumerate(zip(a.segments, b.segments, strict=False)):
-        found = {stage: [pair for pair in _pairs(one, other, stage) if (step, pair.key) not in noise]
-                 for stage in Stage}
+    both = list(zip(a.segments, b.segments, strict=False))
+    for step, (one, other) in enumerate(both):
+        pairs = {stage: _pairs(one, other, stage) for stage in Stage}
+        found = {stage: [pair for pair in pairs[stage] if (step, pair.key) not in within] for stage in Stage}
         if any(found.values()):
-            outcomes = {stage: _outcome(one, other, stage, pairs) for stage, pairs in found.items()}
+            outcomes = {stage: _outcome(one, other, stage, found[stage], pairs[stage]) for stage in Stage}
             return Compared(step, outcomes, found, steps)
-    stages = {stage: Outcome.EQUAL if steps else Outcome.NOT_COMPARED for stage in Stage}
-    if steps:
-        last = min(a.segments[steps - 1], b.segments[steps - 1], key=lambda segment: segment.whole)
-        if not last.whole:
-            stages = {stage: _outcome(a.segments[steps - 1], b.segments[steps - 1], stage, []) for stage in Stage}
+    noisy = {stage for step, (one, other) in enumerate(both) for stage in Stage if _pairs(one, other, stage)}
+    stages = {stage: _outcome(*both[-1], stage, [], [stage] * (stage in noisy)) if both else Outcome.NOT_COMPARED
+              for stage in Stage}
     different: dict[Stage, list[Pair]] = {stage: [] for stage in Stage}
     if len(a.segments) != len(b.segments) and a.failure is None and b.failure is None:
         stages[Stage.SCHEDULE] = Outcome.DIFFERENT
@@ -93,13 +95,10 @@ def compare(a: Run, b: Run, noise: Collection[tuple[int, Key]] = ()) -> Compared
     return Compared(None, stages, different, steps)
 
 
-def noise_of(a: Run, again: Run) -> set[tuple[int, Key]]:
-    """Places where two runs of the same script differ."""
-    found: set[tuple[int, Key]] = set()
-    for step, (one, other) in enumerate(zip(a.segments, again.segments, strict=False)):
-        for stage in Stage:
-            found |= {(step, pair.key) for pair in _pairs(one, other, stage)}
-    return found
+def places(a: Run, b: Run) -> set[tuple[int, Key]]:
+    """Places where two runs differ."""
+    return {(step, pair.key) for step, (one, other) in enumerate(zip(a.segments, b.segments, strict=False))
+            for stage in Stage for pair in _pairs(one, other, stage)}
 
 
 def _entries(segment: Segment, stage: Stage) -> dict[Key, Entry]:
@@ -128,10 +127,16 @@ def _pairs(one: Segment, other: Segment, stage: Stage) -> list[Pair]:
         Pair(None, entry) for key, entry in others.items() if key not in mine and entry.value != NOTHING]
 
 
-def _outcome(one: Segment, other: Segment, stage: Stage, pairs: list[Pair]) -> Outcome:
-    if pairs:
+def _outcome(
+    one: Segment, other: Segment, stage: Stage, different: Sequence[object], with_noise: Sequence[object]
+) -> Outcome:
+    if different:
         return Outcome.DIFFERENT
     mine, others = _both(one, other, stage)
-    if not (one.whole and other.whole) and stage in (Stage.RANDOM_STATE, Stage.PARAMETERS, Stage.GRADIENTS):
-        return Outcome.NOT_COMPARED if not mine.keys() & others.keys() else Outcome.EQUAL
-    return Outcome.EQUAL
+    if not (one.whole and other.whole) and stage in _AT_THE_END and not mine.keys() & others.keys():
+        return Outcome.NOT_COMPARED
+    return Outcome.WITHIN_NOISE if with_noise else Outcome.EQUAL
+
+
+_AT_THE_END = frozenset((Stage.GRADIENTS, Stage.RANDOM_STATE, Stage.PARAMETERS))
+"""Stages that a step comes to after backward."""

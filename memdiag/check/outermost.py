@@ -17,7 +17,8 @@ from memdiag.apply import apply_plan
 from memdiag.check.spec import Regions
 from memdiag.errors import MemdiagError
 from memdiag.record.facts import plain
-from memdiag.record.hooks.modules import Names
+from memdiag.record.frames import locals_of
+from memdiag.record.hooks.modules import Names, tensors_in
 
 
 class Outermost:
@@ -29,6 +30,8 @@ class Outermost:
 
     Attributes:
         names: of modules, as in a recording.
+        put_in: regions that are in, by the names of the recording: modules and kept operators of each.
+        examples: rows of the first tensors that models were given with gradients on, until the hooks were taken off.
         models: found so far.
         found: called with each, once its checkpoints are in.
     """
@@ -41,6 +44,8 @@ class Outermost:
         self._open: list[nn.Module] = []
         self._handles: list[Any] = []
         self.names = Names()
+        self.put_in: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        self.examples = 0
         self.models: list[weakref.ref[nn.Module]] = []
         self.found: Callable[[nn.Module], None] = lambda root: None
 
@@ -68,6 +73,10 @@ class Outermost:
             root = self.names.root_of(module)
             if root is not None:
                 self._meet(root)
+        if not self._open and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            given = args, locals_of(sys._getframe(2)).get("kwargs") or {}
+            first = next((tensor for tensor in tensors_in(given) if tensor.dim()), None)
+            self.examples += 0 if first is None else first.shape[0]
         self._open.append(module)
 
     @plain
@@ -99,6 +108,7 @@ class Outermost:
             apply_plan(root, {"schema_version": 1, "chosen": 0, "plans": [{"regions": [
                 {"modules": [here[module] for module in modules], "kind": "selective" if keep else "full",
                  "keep": list(keep)} for modules, keep in mine]}]})
+            self.put_in += mine
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -28,7 +28,8 @@ class Timed:
     off, so that what is timed is the script and the checkpoints alone.
 
     Args:
-        path: of the file that the times go to: for each end of a step (time of work, of the day; nanoseconds).
+        path: of the file that goes to the comparison: for each end of a step the time of work and of the day, in
+            nanoseconds; and examples and steps of optimizers in a training step.
         refused: called where checkpoints cannot be put in; ends the run.
     """
 
@@ -39,7 +40,7 @@ class Timed:
         self._thread = threading.get_ident()
         self._ends: list[tuple[int, int]] = []
         self._undo: list[Callable[[], None]] = []
-        self._depth = 0
+        self._depth = self._updates = 0
 
     def __enter__(self) -> Timed:
         self._outermost.start()
@@ -55,7 +56,9 @@ class Timed:
     ) -> None:
         while self._undo:
             self._undo.pop()()
-        self._path.write_text(json.dumps(self._ends), encoding="utf-8")
+        held = {"ends": self._ends, "examples": self._outermost.examples,
+                "updates": round(self._updates / max(self._steps.closed, 1))}
+        self._path.write_text(json.dumps(held), encoding="utf-8")
 
     def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -77,6 +80,7 @@ class Timed:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            self._updates += 1
             before = self._steps.closed
             self._steps.optimizer_ended(optimizer)
             if self._steps.closed > before:

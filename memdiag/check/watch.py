@@ -103,7 +103,7 @@ class Watch:
         self._writer.end(self._about(), _failure(error), problem, list(self._unreadable))
 
     def _about(self) -> dict[str, Any]:
-        return {"torch": torch.__version__, "steps": self._steps.closed, "threads": torch.get_num_threads()}
+        return {"torch": torch.__version__, "steps": self._steps.closed, "regions": self._outermost.put_in}
 
     # --- modules ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from memdiag import __version__
+from memdiag.cli.check import check
 from memdiag.cli.compare import compare
 from memdiag.cli.diagnose import diagnose
 from memdiag.cli.plan import plan
@@ -49,6 +50,7 @@ cli.add_command(report)
 cli.add_command(diagnose)
 cli.add_command(compare)
 cli.add_command(plan)
+cli.add_command(check)
 cli.add_command(plot)
 
 

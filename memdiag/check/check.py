@@ -1,0 +1,355 @@
+"""Runs a script as it is and in another way, and says whether it is the same training, and what it saves and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from memdiag.check.arms import Arms, Left, Script, arms
+from memdiag.check.bisect import bisect
+from memdiag.check.cause import Cause, likely_cause, why_failed
+from memdiag.check.compare import Compared, Outcome, Pair, compare, places
+from memdiag.check.entries import BEGAN_PARAMETERS, Failure, Key, Run, Stage
+from memdiag.check.measured import Memory, Times, memory, times
+from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
+from memdiag.errors import MemdiagError
+from memdiag.trace import load
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+class Verdict(Enum):
+    """Of a check."""
+
+    SAME = "same_training"
+    DIFFERENT = "different_training"
+    SAVES_NOTHING = "saves_nothing"
+    COULD_NOT_RUN = "could_not_run"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to check.
+
+    Attributes:
+        script: as it is.
+        other: another script that should be the same training; None for the same with checkpoints.
+        regions: the checkpoints, where ``other`` is None.
+        small: arguments with which the script fits in memory, where it does not with its own: values are compared with
+            these.
+        steps: training steps that are compared.
+        rounds: runs of each kind that are timed.
+        timed_steps: training steps of each of them.
+        predicted: of the plan.
+    """
+
+    script: Script
+    other: Script | None
+    regions: Regions | None
+    small: tuple[str, ...] | None
+    steps: int
+    rounds: int
+    timed_steps: int
+    predicted: Predicted | None = None
+
+    @property
+    def second(self) -> Script:
+        return self.other or self.script
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan has said.
+
+    Attributes:
+        peak_bytes, bare_peak_bytes: of a step with its checkpoints, and without.
+        step_ns, bare_step_ns: the time of its forwards, backwards and steps of optimizers.
+    """
+
+    peak_bytes: int
+    bare_peak_bytes: int
+    step_ns: int
+    bare_step_ns: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference.
+
+    Attributes:
+        stage: None where the second run failed before there was any.
+        step: of an optimizer, from 0.
+        pairs: what differs in it.
+        worst_absolute, worst_relative: the largest, of elements; None where nothing that differs is a number.
+        worst: the name of what differs most, beside its norm.
+        guilty: of several regions, those that do it by themselves, or together; None where it was not looked for.
+        alone: whether they are all that does it.
+    """
+
+    stage: Stage | None
+    step: int
+    pairs: tuple[Pair, ...]
+    worst_absolute: float | None
+    worst_relative: float | None
+    worst: str | None
+    cause: Cause
+    guilty: tuple[str, ...] | None = None
+    alone: bool = True
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check has found.
+
+    Attributes:
+        why_not: why it could not be run, or is no comparison; None where it is one.
+        output: the last lines of a run that failed.
+        steps: of optimizers, that were compared.
+        noise: places where two runs of the script as it is differ.
+        unreadable: tensors whose values were not seen.
+        memories, times: of the script as it is and of the second; None where they were not measured.
+        failed: how the second run ended, where it did not end well.
+        precision: types of the models' parameters, and autocast.
+        regions: that were put in: modules and kept operators of each, by their names.
+    """
+
+    request: Request
+    verdict: Verdict
+    stages: dict[Stage, Outcome]
+    difference: Difference | None = None
+    why_not: str | None = None
+    output: str | None = None
+    steps: int = 0
+    noise: int = 0
+    unreadable: tuple[str, ...] = ()
+    memories: tuple[Memory | None, Memory | None] = (None, None)
+    times: tuple[Times | None, Times | None] = (None, None)
+    failed: Failure | None = None
+    precision: str = ""
+    regions: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+
+    @property
+    def predicted_step_ns(self) -> int | None:
+        """The measured step as it is, and what the plan adds to one."""
+        predicted, bare = self.request.predicted, self.times[0]
+        if predicted is None or bare is None:
+            return None
+        return bare.step_ns + predicted.step_ns - predicted.bare_step_ns
+
+
+NOTHING_COMPARED = {stage: Outcome.NOT_COMPARED for stage in Stage}
+
+
+def check(request: Request, say: Callable[[str], None] = lambda text: None) -> Check:
+    """Runs a check.
+
+    Args:
+        say: called with what is done next.
+
+    Raises:
+        MemdiagError: the checkpoints cannot be put into the script's models, or it ends no training step.
+    """
+    with arms(say) as started:
+        found = _compare(request, started)
+        if found.verdict is Verdict.COULD_NOT_RUN:
+            return found
+        measured = _measure(request, started)
+    found = replace(found, memories=measured[0], times=measured[1])
+    before, after = measured[0]
+    if found.verdict is Verdict.SAME and before is not None and after is not None and after.peak >= before.peak:
+        return replace(found, verdict=Verdict.SAVES_NOTHING)
+    return found
+
+
+# --- the same training? -------------------------------------------------------------------------------------------
+
+
+def _compare(request: Request, started: Arms) -> Check:
+    script, second = request.script, request.second
+    if request.small is not None:
+        script, second = replace(script, args=request.small), replace(second, args=request.small)
+    with_checkpoints = "the other script" if request.other else "with checkpoints"
+
+    first = started.start("compare", script, None, request.steps, told="the script as it is")
+    a = first.run
+    problem = _no_baseline(first, a, request)
+    if problem is not None:
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=problem, output=first.last_lines())
+    again = started.start("compare", script, None, request.steps, told="the script as it is, again, for its noise").run
+    noise = places(a, again)
+    inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
+    if inputs:
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, noise=len(noise), why_not=(
+            f"two runs of the script as it is are given other data ({inputs[0][1]}), though Python's, NumPy's and "
+            "PyTorch's random generators begin alike: nothing can be compared; take out what changes from run to run, "
+            "such as a seed from the time, or the order of files or of threads"))
+    second_left = started.start("compare", second, request.regions, request.steps, told=with_checkpoints)
+    b = second_left.run
+    if b.problem is not None:
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=b.problem,
+                     output=second_left.last_lines())
+
+    def values(step: int, wanted: Sequence[Pair], *, floor: bool = False) -> list[Left]:
+        """Runs that keep values of what differs in a step."""
+        listed = tuple((step, *pair.key) for pair in wanted)
+        runs = [(script, None), (second, request.regions), *([(script, None)] if floor else [])]
+        return [started.start("values", one, regions, request.steps, listed, told="the values of what differs")
+                for one, regions in runs]
+
+    within = _within_noise(a, b, noise, values) if noise else set()
+    compared = compare(a, b, within)
+    found = Check(
+        request, Verdict.SAME, compared.stages, steps=compared.steps, noise=len(noise),
+        unreadable=tuple(dict.fromkeys((*a.unreadable, *b.unreadable))), failed=b.failure, precision=_precision(a),
+        regions=tuple((tuple(modules), tuple(keep)) for modules, keep in b.about.get("regions", ())))
+    if compared.step is None and b.failure is None:
+        return found
+
+    def differs(regions: Regions) -> bool:
+        run = started.start("compare", second, regions, request.steps, told="some of the regions").run
+        return run.failure is not None or compare(a, run, within).step is not None
+
+    if compared.step is None and b.failure is not None:
+        cause = why_failed(b) or Cause(
+            f"the second run ends with {b.failure.kind}, and the first does not",
+            f"{b.failure.kind}: {_first_line(b.failure.text)}")
+        difference = Difference(None, max(len(b.segments) - 1, 0), (), None, None, None, cause)
+        found = replace(found, verdict=Verdict.COULD_NOT_RUN, output=second_left.last_lines(), why_not=(
+            f"the script ends with {b.failure.kind} {with_checkpoints}"
+            + (f", at {b.failure.line}" if b.failure.line else "")))
+    else:
+        difference = _difference(a, b, compared, values)
+        found = replace(found, verdict=Verdict.DIFFERENT)
+    if request.other is None and request.regions is not None and not noise:
+        guilty, alone = bisect(b.about.get("regions", []), differs)
+        difference = replace(difference, guilty=guilty, alone=alone)
+    return replace(found, difference=difference)
+
+
+def _precision(a: Run) -> str:
+    """Types of parameters, and of autocast."""
+    first = a.segments[0]
+    kinds = dict.fromkeys(entry.dtype or "" for entry in first.of(BEGAN_PARAMETERS))
+    casts = dict.fromkeys(entry.value.removeprefix("torch.") for entry in first.of(Stage.SCHEDULE.value)
+                          if entry.name.startswith("autocast of") and entry.value != "off")
+    return ", ".join(kinds) + (f", autocast to {', '.join(casts)}" if casts else "")
+
+
+def _no_baseline(left: Left, a: Run, request: Request) -> str | None:
+    """Why the script as it is cannot be compared with."""
+    if a.problem is not None:
+        return f"the script as it is: {a.problem}"
+    if a.failure is not None and a.failure.kind in _OUT_OF_MEMORY:
+        return ("the script as it is runs out of memory, so there is nothing to compare with: name arguments with "
+                'which it fits, as in --small "--batch-size 1", and values are compared with these')
+    if a.failure is not None:
+        where = f" at {a.failure.line}" if a.failure.line else ""
+        return f"the script as it is ends with {a.failure.kind}{where}: {_first_line(a.failure.text)}"
+    if not any(segment.whole for segment in a.segments):
+        return "no training step ended in the script as it is: no step of an optimizer, and no backward"
+    return None
+
+
+def _difference(
+    a: Run, b: Run, compared: Compared, values: Callable[[int, Sequence[Pair]], list[Left]]
+) -> Difference:
+    from memdiag.check.values import Kept, apart
+
+    stage, step = compared.first, compared.step
+    assert stage is not None
+    assert step is not None
+    pairs = compared.different[stage]
+    if step >= compared.steps:  # one run has more steps: there are no values
+        return Difference(stage, step, tuple(pairs), None, None, None, likely_cause(a, b, compared, {}))
+    mine, others = (Kept(left.folder / VALUES) for left in values(step, pairs))
+    ratios: dict[str, float] = {}
+    absolute: float | None = None
+    relative: float | None = None
+    worst, norm = None, -1.0
+    for pair in pairs:
+        place = (step, *pair.key)
+        found = apart(mine.of(place), others.of(place))
+        if found is None:
+            continue
+        absolute, relative = max(absolute or 0.0, found.absolute), max(relative or 0.0, found.relative)
+        if found.norm > norm:
+            worst, norm = pair.name, found.norm
+        if found.ratio is not None:
+            ratios[pair.name] = found.ratio
+    cause = likely_cause(a, b, compared, ratios)
+    return Difference(stage, step, tuple(pairs), absolute, relative, worst, cause)
+
+
+def _within_noise(
+    a: Run, b: Run, noise: set[tuple[int, Key]], values: Callable[..., list[Left]]
+) -> set[tuple[int, Key]]:
+    """Places where the second run differs from the first by no more than the first from its repetition."""
+    from memdiag.check.values import Kept, within_noise
+
+    found: set[tuple[int, Key]] = set()
+    differ = places(a, b)
+    for step in sorted({step for step, _ in differ}):
+        mine = [(at, key) for at, key in sorted(differ) if at == step and (at, key) in noise]
+        entries = {entry.key: entry for entry in a.segments[step].entries}
+        pairs = [Pair(entries[key], entries[key]) for _, key in mine if key in entries]
+        if not pairs:
+            continue
+        first, second, again = (Kept(left.folder / VALUES) for left in values(step, pairs, floor=True))
+        for at, key in mine:
+            place = (at, *key)
+            if within_noise(first.of(place), again.of(place), second.of(place)):
+                found.add((at, key))
+    return found
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")
+
+
+# --- memory and time ----------------------------------------------------------------------------------------------
+
+
+def _measure(
+    request: Request, started: Arms
+) -> tuple[tuple[Memory | None, Memory | None], tuple[Times | None, Times | None]]:
+    """The script as it is, and the second; where arguments are given with which it fits, it may run out of memory with
+    its own."""
+    arms_of = ((request.script, None), (request.second, request.regions))
+    names = ("as it is", "the other script" if request.other else "with checkpoints")
+    memories: list[Memory | None] = []
+    for (script, regions), name in zip(arms_of, names, strict=True):
+        left = started.start("record", script, regions, request.steps, told=f"memory, {name}")
+        memories.append(None if left.status and request.small is not None and not memories else _memory(left))
+    runs: tuple[list[Left], list[Left]] = ([], [])
+    for number in range(request.rounds):
+        order = (0, 1) if number % 2 == 0 else (1, 0)  # what gets slower as time goes by does so for both
+        for which in order:
+            if memories[which] is None:
+                continue
+            script, regions = arms_of[which]
+            runs[which].append(started.start(
+                "time", script, regions, request.timed_steps,
+                told=f"time, {names[which]}, {number + 1} of {request.rounds}"))
+    taken = [times([left.folder / TIMES for left in those]) if those else None for those in runs]
+    return (memories[0], memories[1]), (taken[0], taken[1])
+
+
+def _memory(left: Left) -> Memory:
+    if left.status or not (left.folder / RECORDED).exists():
+        raise MemdiagError(f"the script ended with status {left.status} while its memory was recorded:\n"
+                           f"{left.last_lines()}")
+    return memory(load(left.folder / RECORDED))
+
+
+def predicted(plan: Mapping[str, Any]) -> Predicted | None:
+    """What the chosen plan of a plan file says; None where it does not."""
+    try:
+        said, bare = plan["plans"][plan["chosen"]]["predicted"], plan["baseline"]
+        found = Predicted(int(said["peak_bytes"]), int(bare["peak_bytes"]), int(said["step_time_ns"]),
+                          int(bare["step_time_ns"]))
+    except (LookupError, TypeError, ValueError):
+        return None  # a plan that somebody has written by hand
+    return found if math.isfinite(found.step_ns) else None

@@ -1,0 +1,295 @@
+"""What a check has found: for a person, for machines, and for a paper or a pull request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from memdiag.check.check import Check, Difference, Verdict
+from memdiag.check.compare import Outcome
+from memdiag.check.measured import WARM, Memory, Times
+from memdiag.check.spec import SEED
+from memdiag.policy import CHECK_NAMES
+from memdiag.report.json import SCHEMA_VERSION
+from memdiag.report.layout import facts, paragraph, table, words
+from memdiag.report.names import fold
+from memdiag.units import format_bytes
+
+_SAID = {
+    Verdict.SAME: "the same training", Verdict.DIFFERENT: "NOT the same training",
+    Verdict.SAVES_NOTHING: "the same training, but the peak is no lower", Verdict.COULD_NOT_RUN: "could not be checked"}
+
+
+def render_check(found: Check) -> str:
+    """The check for a person; every line fits 80 columns, the last one ends with a newline."""
+    sections = [_head(found), _difference(found), _stages(found), _measures(found), _about(found)]
+    return "\n".join("\n".join(lines) + "\n" for lines in sections if lines)
+
+
+def _head(found: Check) -> list[str]:
+    request = found.request
+    lines = paragraph(f"{request.script}: {_SAID[found.verdict]}")
+    if request.other is not None:
+        lines += paragraph(f"the second script: {request.other}")
+    if request.small is not None:
+        lines += paragraph(f"values compared with other arguments: {' '.join(request.small)}; memory and time are of "
+                           "its own")
+    if found.why_not is not None:
+        lines += paragraph(found.why_not)
+    if found.output and found.verdict is Verdict.COULD_NOT_RUN:
+        lines += ["", "  The last that it printed:", *(f"    {line}" for line in found.output.splitlines())]
+    return [line[2:] if number == 0 else line for number, line in enumerate(lines)]
+
+
+def _difference(found: Check) -> list[str]:
+    difference = found.difference
+    if difference is None:
+        return []
+    names = [pair.name for pair in difference.pairs]
+    known: dict[str, str | None] = {
+        "where": None if difference.stage is None else (
+            f"{words(difference.stage.value)}, in step {difference.step} of the optimizer: {_some(names)}"),
+        "shapes": _shapes(difference),
+        "worst": _worst(difference),
+        "likely cause": difference.cause.text,
+        "proved by": difference.cause.proved_by,
+        "guilty": _guilty(difference),
+    }
+    title = "First difference" if difference.stage is not None else "Why"
+    return [title, *facts(known)]
+
+
+def _shapes(difference: Difference) -> str | None:
+    entries = [pair.a or pair.b for pair in difference.pairs[:CHECK_NAMES]]
+    kinds = dict.fromkeys(f"{entry.dtype}{entry.shape}" for entry in entries if entry is not None and entry.shape)
+    return ", ".join(kinds) or None
+
+
+def _worst(difference: Difference) -> str | None:
+    if difference.worst_absolute is None or difference.worst_relative is None:
+        return None
+    return (f"absolute {difference.worst_absolute:.3g}, relative {difference.worst_relative:.3g}; most of all "
+            f"{difference.worst}")
+
+
+def _guilty(difference: Difference) -> str | None:
+    if difference.guilty is None:
+        return None
+    together = " together" if len(difference.guilty) > 1 else ""
+    others = "" if difference.alone else ", and others beside it" if not together else ", and others beside them"
+    return f"{', '.join(difference.guilty)}{together}{others}"
+
+
+def _stages(found: Check) -> list[str]:
+    if all(outcome is Outcome.NOT_COMPARED for outcome in found.stages.values()):
+        return []
+    steps = f"{found.steps} steps" if found.steps != 1 else "1 step"
+    noise = "are equal bit for bit" if not found.noise else f"differ in {found.noise} places themselves"
+    rows = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
+    when = "" if found.difference is None or found.difference.stage is None else (
+        f", as of step {found.difference.step}")
+    lines = [f"Compared: {steps} of the optimizer{when}", *table(["stage", "outcome"], rows, "ll"), ""]
+    lines += paragraph(f"Two runs of the script as it is {noise}.")
+    if found.unreadable:
+        lines += paragraph(f"Not compared, for their values cannot be read: {_some(list(found.unreadable))}.")
+    return lines
+
+
+def _measures(found: Check) -> list[str]:
+    rows = _rows(found)
+    if not rows:
+        return []
+    return [f"Measured, after {WARM} steps", *table(["", "as it is", _second(found), "change"], rows, "lrrr")]
+
+
+def _second(found: Check) -> str:
+    return "checkpoints" if found.request.other is None else "the other"
+
+
+def _rows(found: Check) -> list[list[str]]:
+    rows = [["peak", *_sizes(found, lambda memory: memory.peak)], *_phases(found)]
+    if any(memory is not None and memory.reserved is not None for memory in found.memories):
+        rows.append(["reserved", *_sizes(found, lambda memory: memory.reserved)])
+    predicted, after = found.request.predicted, found.memories[1]
+    if predicted is not None and after is not None:
+        rows.append(["peak, predicted", format_bytes(predicted.bare_peak_bytes), format_bytes(predicted.peak_bytes),
+                     f"{_percent(predicted.peak_bytes, after.peak, 2)} of measured"])
+    one, other = found.times
+    rows.append(["step time", *_pair(one, other, lambda t: f"{_ms(t.step_ns)} ± {_ms(t.spread_ns // 2)}",
+                                     lambda t: t.step_ns)])
+    said = found.predicted_step_ns
+    if said is not None and other is not None:
+        rows.append(["step time, predicted", "", _ms(said), f"{_percent(said, other.step_ns, 1)} of measured"])
+    rows.append(["examples a second", *_pair(one, other, lambda t: f"{_rate(t, t.examples):.4g}",
+                                             lambda t: _rate(t, t.examples))])
+    rows.append(["updates a second", *_pair(one, other, lambda t: f"{_rate(t, t.updates):.4g}",
+                                            lambda t: _rate(t, t.updates))])
+    return rows if any(found.memories) or any(found.times) else []
+
+
+def _phases(found: Check) -> list[list[str]]:
+    names = dict.fromkeys(phase for memory in found.memories if memory is not None for phase in memory.phases)
+    return [[f"  {words(phase)}", *_sizes(found, lambda memory, phase=phase: memory.phases.get(phase))]
+            for phase in names if phase in ("forward", "backward", "optimizer")]
+
+
+def _sizes(found: Check, size: Any) -> list[str]:
+    sizes = [None if memory is None else size(memory) for memory in found.memories]
+    told = ["-" if size is None else format_bytes(size) for size in sizes]
+    return [*told, _change(sizes)]
+
+
+def _pair(one: Times | None, other: Times | None, told: Any, value: Any) -> list[str]:
+    values = [None if times is None else value(times) for times in (one, other)]
+    return [*("-" if times is None else told(times) for times in (one, other)), _change(values)]
+
+
+def _change(values: Sequence[float | None]) -> str:
+    before, after = values
+    return "" if before is None or after is None or not before else _percent(after, before, 1)
+
+
+def _percent(after: float, before: float, digits: int) -> str:
+    return f"{100 * (after / before - 1):+.{digits}f} %" if before else "-"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.1f} ms"
+
+
+def _rate(times: Times, count: int) -> float:
+    return count / (times.wall_step_ns / 1e9) if times.wall_step_ns else 0.0
+
+
+def _facts(found: Check) -> dict[str, str | None]:
+    memory = next((memory for memory in found.memories if memory is not None), None)
+    regions = [", ".join(modules) for modules, _ in found.regions]
+    kept = sorted({operator for _, keep in found.regions for operator in keep})
+    known: dict[str, str | None] = {
+        "checkpoints": ", ".join(dict.fromkeys(fold(regions).values())) + (
+            f"; kept: {', '.join(kept)}" if kept else "") or None,
+        "precision": found.precision or None,
+        "seed": f"{SEED}, of Python, NumPy and PyTorch, before the script's own",
+    }
+    if memory is None:
+        return known
+    about = memory.about
+    clock = "processor time" if memory.device == "cpu" else "time of the day, the device waited for"
+    return {
+        "inputs": memory.shapes, **known,
+        "device": f"{memory.device} ({(about.get('device_names') or {}).get(memory.device, '')})",
+        "versions": f"memdiag {about['memdiag']}, torch {about['torch']}, Python {about['python']}"
+        + (f", CUDA {about['cuda']}" if memory.device != "cpu" else ""),
+        "threads": str(about.get("threads", "")) or None,
+        "clock": f"step time is {clock}, the median of {_count(found)} steps in {found.request.rounds} runs, ± half of "
+        "what is between the quartiles; rates are by the time of the day",
+    }
+
+
+def _count(found: Check) -> int:
+    return max((len(times.work_ns) for times in found.times if times is not None), default=0)
+
+
+def _about(found: Check) -> list[str]:
+    return ["Under what", *facts(_facts(found))] if found.verdict is not Verdict.COULD_NOT_RUN else []
+
+
+def _some(names: Sequence[str]) -> str:
+    folded = list(dict.fromkeys(fold(names).values()))
+    more = f" and {len(folded) - CHECK_NAMES} more" if len(folded) > CHECK_NAMES else ""
+    return ", ".join(folded[:CHECK_NAMES]) + more
+
+
+# --- JSON and Markdown --------------------------------------------------------------------------------------------
+
+
+def check_as_dict(found: Check) -> dict[str, Any]:
+    """The check as JSON-able values, in the order of the contract (``docs/json.md``)."""
+    (before, after), (one, other), request = found.memories, found.times, found.request
+    known = next((memory.about for memory in found.memories if memory is not None), {})
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "about": {**known, "argv": str(request.script), "other": None if request.other is None else str(request.other),
+                  "small": None if request.small is None else list(request.small), "check_seed": SEED,
+                  "precision": found.precision},
+        "verdict": found.verdict.value,
+        "why_not": found.why_not,
+        "regions": [{"modules": list(modules), "kind": "selective" if keep else "full", "keep": list(keep)}
+                    for modules, keep in found.regions],
+        "stages": {stage.value: outcome.value for stage, outcome in found.stages.items()},
+        "steps_compared": found.steps,
+        "noisy_places": found.noise,
+        "not_read": list(found.unreadable),
+        "first_difference": None if found.difference is None else _difference_as_dict(found.difference),
+        "memory": {
+            "baseline_peak_bytes": None if before is None else before.peak,
+            "plan_peak_bytes": None if after is None else after.peak,
+            "predicted_peak_bytes": None if request.predicted is None else request.predicted.peak_bytes,
+            "baseline": _memory(before), "plan": _memory(after)},
+        "time": {
+            "baseline_step_ns": None if one is None else one.step_ns,
+            "plan_step_ns": None if other is None else other.step_ns,
+            "predicted_step_ns": found.predicted_step_ns,
+            "spread": {"baseline_ns": None if one is None else one.spread_ns,
+                       "plan_ns": None if other is None else other.spread_ns},
+            "baseline": _times(one), "plan": _times(other)},
+    }
+
+
+def _difference_as_dict(difference: Difference) -> dict[str, Any]:
+    return {
+        "stage": None if difference.stage is None else difference.stage.value,
+        "step": difference.step,
+        "names": [pair.name for pair in difference.pairs],
+        "tensors": [{"name": pair.name, "shape": entry.shape, "dtype": entry.dtype}
+                    for pair in difference.pairs if (entry := pair.a or pair.b) is not None],
+        "worst_absolute": difference.worst_absolute,
+        "worst_relative": difference.worst_relative,
+        "worst": difference.worst,
+        "likely_cause": difference.cause.text,
+        "proved_by": difference.cause.proved_by,
+        "modules": list(difference.cause.names),
+        "guilty": None if difference.guilty is None else list(difference.guilty),
+        "guilty_alone": difference.alone,
+    }
+
+
+def _memory(memory: Memory | None) -> dict[str, Any] | None:
+    return None if memory is None else {
+        "phase": memory.phase, "phases": memory.phases, "reserved_bytes": memory.reserved, "device": memory.device,
+        "inputs": memory.shapes}
+
+
+def _times(times: Times | None) -> dict[str, Any] | None:
+    return None if times is None else {
+        "steps": len(times.work_ns), "wall_step_ns": times.wall_step_ns, "examples_per_step": times.examples,
+        "updates_per_step": times.updates, "examples_per_second": _rate(times, times.examples),
+        "updates_per_second": _rate(times, times.updates)}
+
+
+def check_to_json(found: Check) -> str:
+    """The check as JSON text, with a newline at its end."""
+    return json.dumps(check_as_dict(found), indent=2, ensure_ascii=False) + "\n"
+
+
+def check_to_markdown(found: Check) -> str:
+    """The check as Markdown: the sentence, two tables and what it was measured under."""
+    lines = [f"**`{found.request.script}`: {_SAID[found.verdict]}**", ""]
+    if found.why_not is not None:
+        lines += [found.why_not, ""]
+    if found.difference is not None:
+        difference = found.difference
+        lines += [f"First difference: {words(difference.stage.value)} in step {difference.step}."
+                  if difference.stage is not None else "", f"Likely cause: {difference.cause.text}. Proved by: "
+                  f"{difference.cause.proved_by}.", ""]
+    rows = _rows(found)
+    if rows:
+        lines += [tabulate(rows, ["", "as it is", _second(found), "change"], tablefmt="github", disable_numparse=True,
+                           colalign=("left", "right", "right", "right")), ""]
+    stages = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
+    lines += [tabulate(stages, ["stage", f"{found.steps} steps"], tablefmt="github", disable_numparse=True), ""]
+    lines += [f"- {name}: {fact}" for name, fact in _facts(found).items() if fact]
+    return "\n".join(lines) + "\n"
