@@ -11,7 +11,7 @@ from typing import Any
 from memdiag.check.arms import Arms, Left, Script, arms
 from memdiag.check.bisect import bisect
 from memdiag.check.cause import Cause, likely_cause, why_failed
-from memdiag.check.compare import Compared, Outcome, Pair, compare, places
+from memdiag.check.compare import Compared, Outcome, Pair, began_otherwise, compare, places
 from memdiag.check.entries import BEGAN_PARAMETERS, Failure, Key, Run, Stage
 from memdiag.check.measured import Memory, Times, memory, times
 from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
@@ -179,6 +179,12 @@ def _compare(request: Request, started: Arms) -> Check:
     if problem is not None:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=problem, output=first.last_lines())
     again = started.start("compare", script, None, request.steps, told="the script as it is, again, for its noise").run
+    other_beginning = began_otherwise(a, again)
+    if other_beginning:
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=(
+            f"two runs of the script as it is begin with other parameters ({other_beginning[0]}), though Python's, "
+            "NumPy's and PyTorch's random generators begin alike: does it go on from a file that an earlier run has left, or "
+            "seed itself by the time?"))
     noise = places(a, again)
     inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
     if inputs:

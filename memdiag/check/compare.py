@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from memdiag.check.entries import BUFFERS_MIDWAY, NOTHING, Entry, Key, Run, Segment, Stage
+from memdiag.check.entries import BEGAN_PARAMETERS, BUFFERS_MIDWAY, NOTHING, Entry, Key, Run, Segment, Stage
 
 
 class Outcome(Enum):
@@ -99,6 +99,15 @@ def places(a: Run, b: Run) -> set[tuple[int, Key]]:
     """Places where two runs differ."""
     return {(step, pair.key) for step, (one, other) in enumerate(zip(a.segments, b.segments, strict=False))
             for stage in Stage for pair in _pairs(one, other, stage)}
+
+
+def began_otherwise(a: Run, b: Run) -> tuple[str, ...]:
+    """Parameters that two runs do not begin alike with."""
+    if not a.segments or not b.segments:
+        return ()
+    others = b.segments[0].by_key(BEGAN_PARAMETERS)
+    return tuple(entry.name for key, entry in a.segments[0].by_key(BEGAN_PARAMETERS).items()
+                 if key in others and others[key].value != entry.value)
 
 
 def _entries(segment: Segment, stage: Stage) -> dict[Key, Entry]:

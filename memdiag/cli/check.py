@@ -71,6 +71,9 @@ def check(
         raise click.UsageError("--allow is about the unsafe modules of a plan; give --plan too")
     if target.endswith((".mdiag", ".json")):
         raise click.UsageError(f"{target} is no script; give the script, and the plan file with --plan")
+    if paths.rank() is not None:
+        raise click.UsageError("a check runs a script in one process at a time; start it without a launcher, and the "
+                               "script as one process")
     return functools.partial(
         _check, target, args, is_module, plan_file, patterns, against, allow, small, (steps, rounds, timed_steps),
         json_file, markdown, force, quiet)

@@ -116,13 +116,13 @@ def _rows(found: Check) -> list[list[str]]:
     predicted, after = found.request.predicted, found.memories[1]
     if predicted is not None and after is not None:
         rows.append(["peak, predicted", format_bytes(predicted.bare_peak_bytes), format_bytes(predicted.peak_bytes),
-                     f"{_percent(predicted.peak_bytes, after.peak, 2)} of measured"])
+                     f"off {_percent(predicted.peak_bytes, after.peak, 2)}"])
     one, other = found.times
-    rows.append(["step time", *_pair(one, other, lambda t: f"{_ms(t.step_ns)} ± {_ms(t.spread_ns // 2)}",
+    rows.append(["step time", *_pair(one, other, lambda t: f"{t.step_ns / 1e6:.1f} ± {_ms(t.spread_ns // 2)}",
                                      lambda t: t.step_ns)])
     said = found.predicted_step_ns
     if said is not None and other is not None:
-        rows.append(["step time, predicted", "", _ms(said), f"{_percent(said, other.step_ns, 1)} of measured"])
+        rows.append(["step time, predicted", "", _ms(said), f"off {_percent(said, other.step_ns, 1)}"])
     rows.append(["examples a second", *_pair(one, other, lambda t: f"{_rate(t, t.examples):.4g}",
                                              lambda t: _rate(t, t.examples))])
     rows.append(["updates a second", *_pair(one, other, lambda t: f"{_rate(t, t.updates):.4g}",
