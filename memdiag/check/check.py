@@ -183,8 +183,8 @@ def _compare(request: Request, started: Arms) -> Check:
     if other_beginning:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=(
             f"two runs of the script as it is begin with other parameters ({other_beginning[0]}), though Python's, "
-            "NumPy's and PyTorch's random generators begin alike: does it go on from a file that an earlier run has left, or "
-            "seed itself by the time?"))
+            "NumPy's and PyTorch's random generators begin alike: does it go on from a file that an earlier run has "
+            "left, or seed itself by the time?"))
     noise = places(a, again)
     inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
     if inputs:

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -40,6 +41,7 @@ class Outermost:
         self._wanted = [] if regions is None else [(modules, keep) for modules, keep in regions.regions]
         self._patterns = {} if regions is None else dict.fromkeys(regions.patterns, 0)
         self._refused = refused
+        self._there: list[str] = []  # names of modules
         self._thread = threading.get_ident()
         self._open: list[nn.Module] = []
         self._handles: list[Any] = []
@@ -60,9 +62,12 @@ class Outermost:
             self._handles.pop().remove()
 
     def missing(self) -> list[str]:
-        """Regions that no model had, and patterns that no module matched."""
-        return [", ".join(modules) for modules, _ in self._wanted] + [
+        """Regions that no model had, and patterns that no module matched; each with names that are near."""
+        lost = [", ".join(modules) for modules, _ in self._wanted] + [
             pattern for pattern, count in self._patterns.items() if not count]
+        return [f"{name}: no module of this name was called; there is "
+                f"{', '.join(get_close_matches(name, self._there, n=3) or self._there[:3]) or 'none at all'}"
+                for name in lost]
 
     @plain
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -97,6 +102,7 @@ class Outermost:
     def _put_in(self, root: nn.Module) -> None:
         """The regions that are this model's."""
         here = {self.names.join(root, path): path for path, _ in root.named_modules(remove_duplicate=False) if path}
+        self._there += here
         mine = [(modules, keep) for modules, keep in self._wanted if all(module in here for module in modules)]
         self._wanted = [region for region in self._wanted if region not in mine]
         for pattern in self._patterns:

@@ -98,8 +98,7 @@ class Watch:
             whole = self._backwards > 0 and error is None and not self._steps_in_optimizers
             self._end_segment(whole)
         missing = self._outermost.missing()
-        problem = None if not missing or error is not None else (
-            f"{missing[0]}: no module of this name was called in the {self._steps.closed} steps that ran")
+        problem = missing[0] if missing and error is None else None
         self._writer.end(self._about(), _failure(error), problem, list(self._unreadable))
 
     def _about(self) -> dict[str, Any]:

@@ -86,12 +86,11 @@ def _guilty(difference: Difference) -> str | None:
 def _stages(found: Check) -> list[str]:
     if all(outcome is Outcome.NOT_COMPARED for outcome in found.stages.values()):
         return []
-    steps = f"{found.steps} steps" if found.steps != 1 else "1 step"
     noise = "are equal bit for bit" if not found.noise else f"differ in {found.noise} places themselves"
     rows = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
     when = "" if found.difference is None or found.difference.stage is None else (
         f", as of step {found.difference.step}")
-    lines = [f"Compared: {steps} of the optimizer{when}", *table(["stage", "outcome"], rows, "ll"), ""]
+    lines = [f"Compared: {_number(found.steps, 'step')} of the optimizer{when}", *table(["stage", "outcome"], rows, "ll"), ""]
     lines += paragraph(f"Two runs of the script as it is {noise}.")
     if found.unreadable:
         lines += paragraph(f"Not compared, for their values cannot be read: {_some(list(found.unreadable))}.")
@@ -123,9 +122,9 @@ def _rows(found: Check) -> list[list[str]]:
     said = found.predicted_step_ns
     if said is not None and other is not None:
         rows.append(["step time, predicted", "", _ms(said), f"off {_percent(said, other.step_ns, 1)}"])
-    rows.append(["examples a second", *_pair(one, other, lambda t: f"{_rate(t, t.examples):.4g}",
+    rows.append(["examples a second", *_pair(one, other, lambda t: _told_rate(t, t.examples),
                                              lambda t: _rate(t, t.examples))])
-    rows.append(["updates a second", *_pair(one, other, lambda t: f"{_rate(t, t.updates):.4g}",
+    rows.append(["updates a second", *_pair(one, other, lambda t: _told_rate(t, t.updates),
                                             lambda t: _rate(t, t.updates))])
     return rows if any(found.memories) or any(found.times) else []
 
@@ -164,6 +163,11 @@ def _rate(times: Times, count: int) -> float:
     return count / (times.wall_step_ns / 1e9) if times.wall_step_ns else 0.0
 
 
+def _told_rate(times: Times, count: int) -> str:
+    rate = _rate(times, count)
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def _facts(found: Check) -> dict[str, str | None]:
     memory = next((memory for memory in found.memories if memory is not None), None)
     regions = [", ".join(modules) for modules, _ in found.regions]
@@ -177,6 +181,7 @@ def _facts(found: Check) -> dict[str, str | None]:
     if memory is None:
         return known
     about = memory.about
+    rounds = _number(found.request.rounds, "run")
     clock = "processor time" if memory.device == "cpu" else "time of the day, the device waited for"
     return {
         "inputs": memory.shapes, **known,
@@ -184,9 +189,13 @@ def _facts(found: Check) -> dict[str, str | None]:
         "versions": f"memdiag {about['memdiag']}, torch {about['torch']}, Python {about['python']}"
         + (f", CUDA {about['cuda']}" if memory.device != "cpu" else ""),
         "threads": str(about.get("threads", "")) or None,
-        "clock": f"step time is {clock}, the median of {_count(found)} steps in {found.request.rounds} runs, ± half of "
-        "what is between the quartiles; rates are by the time of the day",
+        "clock": f"step time is {clock}, the median of {_number(_count(found), 'step')} in {rounds}, ± half of what is "
+        "between the quartiles; rates are by the time of the day",
     }
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _count(found: Check) -> int:
