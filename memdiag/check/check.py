@@ -148,17 +148,20 @@ def check(request: Request, say: Callable[[str], None] = lambda text: None) -> C
 
     Args:
         say: called with what is done next.
-
-    Raises:
-        MemdiagError: the checkpoints cannot be put into the script's models, or it ends no training step.
     """
     with arms(say) as started:
-        found = _compare(request, started)
+        try:
+            found = _compare(request, started)
+        except MemdiagError as error:  # the checkpoints cannot be put into the script's models
+            return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error))
         if found.verdict is Verdict.COULD_NOT_RUN:
             return found
-        measured = _measure(request, started)
-    found = replace(found, memories=measured[0], times=measured[1])
-    before, after = measured[0]
+        try:
+            memories, taken = _measure(request, started)
+        except MemdiagError as error:
+            return replace(found, verdict=Verdict.COULD_NOT_RUN, why_not=str(error))
+    found = replace(found, memories=memories, times=taken)
+    before, after = memories
     if found.verdict is Verdict.SAME and before is not None and after is not None and after.peak >= before.peak:
         return replace(found, verdict=Verdict.SAVES_NOTHING)
     return found

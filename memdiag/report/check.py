@@ -38,7 +38,8 @@ def _head(found: Check) -> list[str]:
         lines += paragraph(f"values compared with other arguments: {' '.join(request.small)}; memory and time are of "
                            "its own")
     if found.why_not is not None:
-        lines += paragraph(found.why_not)
+        reason, *code = found.why_not.splitlines()
+        lines += [*paragraph(reason), *(f"    {line}" if line else "" for line in code)]
     if found.output and found.verdict is Verdict.COULD_NOT_RUN:
         lines += ["", "  The last that it printed:", *(f"    {line}" for line in found.output.splitlines())]
     return [line[2:] if number == 0 else line for number, line in enumerate(lines)]
@@ -90,7 +91,8 @@ def _stages(found: Check) -> list[str]:
     rows = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
     when = "" if found.difference is None or found.difference.stage is None else (
         f", as of step {found.difference.step}")
-    lines = [f"Compared: {_number(found.steps, 'step')} of the optimizer{when}", *table(["stage", "outcome"], rows, "ll"), ""]
+    title = f"Compared: {_number(found.steps, 'step')} of the optimizer{when}"
+    lines = [title, *table(["stage", "outcome"], rows, "ll"), ""]
     lines += paragraph(f"Two runs of the script as it is {noise}.")
     if found.unreadable:
         lines += paragraph(f"Not compared, for their values cannot be read: {_some(list(found.unreadable))}.")
