@@ -247,3 +247,8 @@ CHECK_COSINE = 1e-6
 
 CHECK_NAMES = 4
 """Names of what differs in the text report of a check: repeated blocks are one, and JSON has all."""
+
+CHECK_ELEMENT = 8
+"""Units of a data type, times the root of the length of a sum and the root mean square of a value, that one element may
+be off where two runs of one script differ: rounding errors of a sum grow as the root of its length, and the largest of
+a million is some five standard deviations out."""

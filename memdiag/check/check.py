@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from memdiag.check.arms import Arms, Left, Script, arms
 from memdiag.check.bisect import bisect
 from memdiag.check.cause import Cause, likely_cause, why_failed
 from memdiag.check.compare import Compared, Outcome, Pair, began_otherwise, compare, places
-from memdiag.check.entries import BEGAN_PARAMETERS, Failure, Key, Run, Stage
+from memdiag.check.entries import BEGAN_PARAMETERS, Entry, Failure, Key, Run, Stage
 from memdiag.check.measured import Memory, Times, memory, times
 from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
 from memdiag.errors import MemdiagError
@@ -181,7 +182,10 @@ def _compare(request: Request, started: Arms) -> Check:
     problem = _no_baseline(first, a, request)
     if problem is not None:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=problem, output=first.last_lines())
-    again = started.start("compare", script, None, request.steps, told="the script as it is, again, for its noise").run
+    def repeated() -> Run:
+        return started.start("compare", script, None, request.steps, told="as it is, again, for its noise").run
+
+    again = repeated()
     other_beginning = began_otherwise(a, again)
     if other_beginning:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=(
@@ -189,6 +193,8 @@ def _compare(request: Request, started: Arms) -> Check:
             "NumPy's and PyTorch's random generators begin alike: does it go on from a file that an earlier run has "
             "left, or seed itself by the time?"))
     noise = places(a, again)
+    if noise:  # and the third tells more of how large it is
+        noise |= places(a, repeated())
     inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
     if inputs:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, noise=len(noise), why_not=(
@@ -204,7 +210,7 @@ def _compare(request: Request, started: Arms) -> Check:
     def values(step: int, wanted: Sequence[Pair], *, floor: bool = False) -> list[Left]:
         """Runs that keep values of what differs in a step."""
         listed = tuple((step, *pair.key) for pair in wanted)
-        runs = [(script, None), (second, request.regions), *([(script, None)] if floor else [])]
+        runs = [(script, None), (second, request.regions), *([(script, None)] * 2 if floor else [])]
         return [started.start("values", one, regions, request.steps, listed, told="the values of what differs")
                 for one, regions in runs]
 
@@ -295,23 +301,33 @@ def _difference(
 def _within_noise(
     a: Run, b: Run, noise: set[tuple[int, Key]], values: Callable[..., list[Left]]
 ) -> set[tuple[int, Key]]:
-    """Places where the second run differs from the first by no more than the first from its repetition."""
+    """Places where the second run differs from the first by no more than the first from its repetitions.
+
+    Looked at are those in which these differ, and all that come after such a one: these can be equal by chance.
+    """
     from memdiag.check.values import Kept, within_noise
 
     found: set[tuple[int, Key]] = set()
-    differ = places(a, b)
+    order = {stage.value: number for number, stage in enumerate(Stage)}
+    first = min((step, order[key[0]]) for step, key in noise)
+    differ = {(step, key) for step, key in places(a, b) if (step, order[key[0]]) >= first}
     for step in sorted({step for step, _ in differ}):
-        mine = [(at, key) for at, key in sorted(differ) if at == step and (at, key) in noise]
+        mine = [(at, key) for at, key in sorted(differ) if at == step]
         entries = {entry.key: entry for entry in a.segments[step].entries}
         pairs = [Pair(entries[key], entries[key]) for _, key in mine if key in entries]
         if not pairs:
             continue
-        first, second, again = (Kept(left.folder / VALUES) for left in values(step, pairs, floor=True))
+        first, second, *others = (Kept(left.folder / VALUES) for left in values(step, pairs, floor=True))
+        length = max((_elements(entry) for entry in a.segments[step].of(Stage.INPUTS.value)), default=1)
         for at, key in mine:
             place = (at, *key)
-            if within_noise(first.of(place), again.of(place), second.of(place)):
+            if within_noise(first.of(place), [other.of(place) for other in others], second.of(place), length):
                 found.add((at, key))
     return found
+
+
+def _elements(entry: Entry) -> int:
+    return math.prod(json.loads(entry.shape or "[]"))
 
 
 def _first_line(text: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memdiag.policy import CHECK_COSINE, CHECK_NOISE
+from memdiag.policy import CHECK_COSINE, CHECK_ELEMENT, CHECK_NOISE
 from memdiag.record.facts import innermost
 
 Place = tuple[int, str, str, int]
@@ -114,15 +115,31 @@ def _numbers(value: Any) -> torch.Tensor | None:
 _UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
-def within_noise(a: Any, again: Any, b: Any) -> bool:
-    """Whether a value is as near to the first of two runs of one script as the second of them.
+def within_noise(a: Any, repeated: Sequence[Any], b: Any, length: int) -> bool:
+    """Whether a value is as near to that of one run as those of other runs of the same script are.
 
-    By the norm of the difference beside that of the value: at most ``CHECK_NOISE`` times what the two runs of one
-    script differ by, or the unit of the data type where that is more; and by the angle between them.
+    The norm of the difference, beside that of the value, is at most ``CHECK_NOISE`` times what repeated runs differ by,
+    or the unit of the data type where that is more; the cosine between the two is 1 but for ``CHECK_COSINE``; and no
+    element differs by more than ``CHECK_ELEMENT`` units times the root of the length of a sum times the root mean
+    square of the value, or ``CHECK_NOISE`` times what it differs by in repeated runs. What is zero may be as far from it as in
+    these.
+
+    Args:
+        repeated: of other runs.
+        length: of the sums that make the values, such as the rows of a batch that the gradient of a weight is summed
+            over.
     """
-    floor, found = apart(a, again), apart(a, b)
-    if found is None or floor is None:
+    found = apart(a, b)
+    floors = [floor for again in repeated if (floor := apart(a, again)) is not None]
+    if found is None or not floors:
         return False
-    unit = _UNIT.get(a.dtype, 2.0**-23) if isinstance(a, torch.Tensor) else 2.0**-52
-    return found.norm <= CHECK_NOISE * max(floor.norm, unit) and (
+    norm, element = max(floor.norm for floor in floors), max(floor.absolute for floor in floors)
+    numbers = _numbers(a)
+    assert numbers is not None  # else there is no distance
+    mean_square = float(numbers.square().mean())
+    if not mean_square:
+        return found.absolute <= CHECK_NOISE * element
+    unit = _UNIT.get(a.dtype, _UNIT[torch.float32]) if isinstance(a, torch.Tensor) else _UNIT[torch.float64]
+    largest = max(CHECK_ELEMENT * unit * math.sqrt(length * mean_square), CHECK_NOISE * element)
+    return found.norm <= CHECK_NOISE * max(norm, unit) and found.absolute <= largest and (
         found.cosine is None or found.cosine >= 1 - CHECK_COSINE)
