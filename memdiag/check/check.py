@@ -309,8 +309,8 @@ def _within_noise(
 
     found: set[tuple[int, Key]] = set()
     order = {stage.value: number for number, stage in enumerate(Stage)}
-    first = min((step, order[key[0]]) for step, key in noise)
-    differ = {(step, key) for step, key in places(a, b) if (step, order[key[0]]) >= first}
+    earliest = min((step, order[key[0]]) for step, key in noise)
+    differ = {(step, key) for step, key in places(a, b) if (step, order[key[0]]) >= earliest}
     for step in sorted({step for step, _ in differ}):
         mine = [(at, key) for at, key in sorted(differ) if at == step]
         entries = {entry.key: entry for entry in a.segments[step].entries}

@@ -121,8 +121,8 @@ def within_noise(a: Any, repeated: Sequence[Any], b: Any, length: int) -> bool:
     The norm of the difference, beside that of the value, is at most ``CHECK_NOISE`` times what repeated runs differ by,
     or the unit of the data type where that is more; the cosine between the two is 1 but for ``CHECK_COSINE``; and no
     element differs by more than ``CHECK_ELEMENT`` units times the root of the length of a sum times the root mean
-    square of the value, or ``CHECK_NOISE`` times what it differs by in repeated runs. What is zero may be as far from it as in
-    these.
+    square of the value, or ``CHECK_NOISE`` times what it differs by in repeated runs. What is zero may be as far from
+    it as in these.
 
     Args:
         repeated: of other runs.
