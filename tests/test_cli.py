@@ -599,3 +599,21 @@ def test_an_interrupt_while_the_recording_starts(folder: Path) -> None:
     assert done.returncode == -signal.SIGINT
     assert re.fullmatch(
         r'Traceback .*\n  File ".*imports.py", line 1, in <module>\n    import torch\nKeyboardInterrupt\n', done.stderr)
+
+
+@pytest.mark.parametrize("verb", [
+    ("report", "run.mdiag"), ("diagnose", "run.mdiag"), ("compare", "run.mdiag", "run.mdiag"), ("plot", "run.mdiag"),
+    ("plan", "run.mdiag"), ("plan", "run.mdiag", "--emit", "code")], ids=" ".join)
+def test_a_verb_that_reads_is_interrupted_without_a_word(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    # GIVEN a verb in the midst of reading: its run file is a pipe, which opens once both ends are there
+    os.mkfifo(tmp_path / "run.mdiag")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memdiag", *verb], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with open(tmp_path / "run.mdiag", "wb"):
+        # WHEN Ctrl-C comes
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    # THEN it dies of that, which is 130 in a shell, and nothing is left behind
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.mdiag"]
