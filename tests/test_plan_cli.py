@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -38,6 +40,22 @@ def memdiag(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.run(
         [sys.executable, "-m", "memdiag", *arguments], cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+
+
+def on_a_terminal(folder: Path, *arguments: str) -> str:
+    """What a command writes to standard error where that is a terminal."""
+    ours, its = pty.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memdiag", *arguments], cwd=folder, stdout=subprocess.DEVNULL, stderr=its,
+            env={**os.environ, "PYTHONPATH": str(ROOT)})
+        os.close(its)
+        seen = b""
+        with contextlib.suppress(OSError):  # so Linux says that the other end was closed
+            while part := terminal.read(4096):
+                seen += part
+        assert process.wait() == 0
+    return seen.decode()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +118,18 @@ class TestPlan:
         done = memdiag(folder, "plan", "run.mdiag")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() in err
+
+    def test_while_it_plans_a_terminal_says_so(self, planned: tuple[Path, str, str]) -> None:
+        folder, _, _ = planned
+        line, gone = "\rmemdiag: planning ...\x1b[K", "\r\x1b[K"
+        # WHEN it plans from a file where someone looks THEN a line says so, and goes
+        assert on_a_terminal(folder, "plan", "run.mdiag") == line + gone
+        # AND of a script before the plans are told
+        seen = on_a_terminal(folder, "plan", "-o", "seen.mdiag", "train.py")
+        assert line + gone + "Checkpoints for train.py" in seen
+        # AND there is none where it is to be quiet, or where nobody looks
+        assert on_a_terminal(folder, "plan", "-q", "run.mdiag") == ""
+        assert memdiag(folder, "plan", "run.mdiag").stderr == ""
 
     def test_the_json_holds_the_contract(self, planned: tuple[Path, str, str]) -> None:
         folder, _, _ = planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from memdiag.cli import paths
-from memdiag.cli.output import FAILED, json_path, show, show_or_write
+from memdiag.cli.output import FAILED, json_path, show, show_or_write, working
 from memdiag.cli.running import Outputs, prepare, run
 from memdiag.emit import FORMS
 from memdiag.errors import MemdiagError
@@ -147,18 +148,25 @@ def plan(
     if output is not None:
         raise click.UsageError(f"-o names the file that a script is recorded in, and {target} is one already")
     if form is not None:
-        return functools.partial(_emit, wish, Path(target), form)
+        return functools.partial(_emit, wish, Path(target), form, quiet)
     return functools.partial(_run_file, wish, Path(target), plot, json_file, force, quiet)
 
 
-def _emit(wish: _Wish, run_file: Path, form: str) -> int:
+def _emit(wish: _Wish, run_file: Path, form: str, quiet: bool) -> int:
     from memdiag.emit.emit import emit
-    from memdiag.trace import load
     from memdiag.trace.view import View
 
-    trace = load(run_file)
-    show(emit(form, wish.planning(trace), View(trace)))
+    trace, planning = _planned(wish, run_file, quiet)
+    show(emit(form, planning, View(trace)))
     return 0
+
+
+def _planned(wish: _Wish, run_file: Path, quiet: bool) -> tuple[Trace, Planning]:
+    with working("planning", sys.stderr, quiet):
+        from memdiag.trace import load
+
+        trace = load(run_file)
+        return trace, wish.planning(trace)
 
 
 def _run_file(
@@ -168,10 +176,7 @@ def _run_file(
     if plot is not None:
         paths.check_apart([plot], inputs=[run_file, *([] if destination is None else [destination])])
         paths.check_new(plot, force)
-    from memdiag.trace import load
-
-    trace = load(run_file)
-    planning = wish.planning(trace)
+    trace, planning = _planned(wish, run_file, quiet)
     show_or_write(
         lambda: _text(planning, trace), lambda: _json(planning, trace), json_file, destination, quiet)
     if plot is not None:
@@ -198,7 +203,8 @@ def _script(
 
 def _tell(wish: _Wish, trace: Trace, outputs: Outputs) -> None:
     with outputs.failing("the plan"):
-        planning = wish.planning(trace)
+        with outputs.working("planning"):
+            planning = wish.planning(trace)
         if planning.chosen is None:
             outputs.fail(FAILED)
         if outputs.text:

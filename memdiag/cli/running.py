@@ -6,11 +6,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from memdiag.cli import paths
+from memdiag.cli.output import is_seen, working
 from memdiag.errors import MemdiagError
 
 if TYPE_CHECKING:
@@ -49,7 +51,11 @@ class Outputs:
     @property
     def shown(self) -> bool:
         """Whether a progress line has someone to see it."""
-        return not self.quiet and self.stderr is not None and self.stderr.isatty()
+        return is_seen(self.stderr, self.quiet)
+
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Shows a line while something takes its time."""
+        return working(what, self.stderr, self.quiet)
 
     def say(self, text: str) -> None:
         # Where the script closed it, or none was there, there is nowhere to say it.
@@ -194,7 +200,8 @@ def _tell(
         with outputs.failing("reading the run"):
             from memdiag.trace import load
 
-            trace = load(outputs.folder / outputs.run)
+            with outputs.working("reading the run"):
+                trace = load(outputs.folder / outputs.run)
             if outputs.stdout is not None:
                 with contextlib.suppress(OSError, ValueError):  # as it will be told when the interpreter ends
                     outputs.stdout.flush()
