@@ -259,6 +259,8 @@ class TestPlan:
         (("run.mdiag", "--minimum", "--choose", "none"), "choose different plans"),
         (("run.mdiag", "--set-aside", "1MiB"), "give --budget too"),
         (("run.mdiag", "--choose", "frontier"), "there is none, every_block, every_2nd_block"),
+        (("run.mdiag", "--choose", "within_budget"), "the plan that --budget SIZE chooses"),
+        (("--choose", "every_4th_block", "train.py"), "there may be none, every_block, every_2nd_block"),
         (("run.mdiag", "--allow", "2.x"), "2.x: no module of this name was called"),
         (("run.mdiag", "--plot", "plans.jpg"), "ends in .png, .svg or .pdf"),
         (("run.mdiag", "-o", "other.mdiag"), "-o names the file that a script is recorded in"),

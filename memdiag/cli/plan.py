@@ -17,6 +17,7 @@ from memdiag.cli.output import FAILED, json_path, show, show_or_write, working
 from memdiag.cli.running import Outputs, prepare, run
 from memdiag.emit import FORMS
 from memdiag.errors import MemdiagError
+from memdiag.plan import names
 from memdiag.runfile import is_run_file
 from memdiag.units import parse_bytes
 
@@ -129,6 +130,8 @@ def plan(
     """
     if sum((budget is not None, minimum, name is not None)) > 1:
         raise click.UsageError("--budget, --minimum and --choose choose different plans; give one of them")
+    if name == names.WITHIN_BUDGET:
+        raise click.UsageError(f"{name} is the plan that --budget SIZE chooses; give that instead")
     if set_aside is not None and budget is None:
         raise click.UsageError("--set-aside is taken off a budget; give --budget too")
     if form is not None and (json_file is not None or plot is not None):
@@ -142,6 +145,8 @@ def plan(
     if is_module or not _is_run(target):
         if form is not None:
             raise click.UsageError("--emit reads a run file: plan the script first, then its run file with --emit")
+        if name is not None and not names.may_be(name):
+            raise click.UsageError(f"{name}: no plan has this name; there may be {names.listed()}")
         return _script(wish, target, args, is_module, output, plot, json_file, force, quiet)
     if args:
         raise click.UsageError(f"{target} is a run file, and {args[0]} is one argument too many")

@@ -12,6 +12,7 @@ import numpy as np
 
 from memdiag.errors import MemdiagError
 from memdiag.plan.aside import ASKED_FOR, known_aside
+from memdiag.plan.names import BARE, BY_HAND, FRONTIER, USUAL, WITHIN_BUDGET
 from memdiag.plan.obvious import Poor, poor_choices
 from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints, wrapped
@@ -154,23 +155,23 @@ def plans(
     everything = _free(step, candidates(step, chains(run.trace), unsafe | nowhere), nowhere)
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
-    usual = {"none": search.plan([])}
+    usual = {BARE: search.plan([])}
     blocks = _blocks(everything)
     if not unsafe.isdisjoint(path for block in blocks for path in block.modules):
         blocks = []  # some of them alone are no usual plan
-    for every, usually in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
+    for every, usually in USUAL.items():
         if len(blocks) > every:
             usual[usually] = search.plan(blocks[::every])
     lowest = search.smallest()
-    tolerance = int(PLAN_TOLERANCE * usual["none"].peak.bytes)
+    tolerance = int(PLAN_TOLERANCE * usual[BARE].peak.bytes)
     near = search.within(lowest.peak.bytes + tolerance) or lowest
-    frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
+    frontier = {f"{FRONTIER}{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
     aside = None if budget is None else known_aside(run, step.number) if set_aside is None else {ASKED_FOR: set_aside}
     room = None if budget is None else max(budget - sum((aside or {}).values()), 0)
     if room is not None:
         fitting = search.within(room) or (lowest if lowest.peak.bytes <= room else None)
         if fitting is not None and fitting.chosen:
-            frontier = {**frontier, "within_budget": fitting}
+            frontier = {**frontier, WITHIN_BUDGET: fitting}
     options = [_option(run, step, search, named, plan) for named, plan in (*usual.items(), *frontier.items())]
     chosen = _choose(step, options, room, tolerance if smallest else None)
     written = [one for one in everything if one.by_hand and unsafe.isdisjoint(one.modules)]
@@ -178,7 +179,7 @@ def plans(
         rival = near if room is None or chosen is None else options[chosen].plan
         wider = Search(step, [*among, *written])
         plan = _by_hand(step, wider, rival, room)
-        options += [] if plan is None else [_option(run, step, wider, "by_hand", plan)]
+        options += [] if plan is None else [_option(run, step, wider, BY_HAND, plan)]
     if name is not None:
         chosen = _named(options, name)
     gains = [_option(run, step, search, one.modules[0], search.plan([one])) for one in among

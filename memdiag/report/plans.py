@@ -10,6 +10,7 @@ from typing import Any
 
 from memdiag.diagnose import Class, Diagnosis
 from memdiag.plan import ASKED_FOR, MOST_SAVED, OUTSIDE, UNUSED, WHOLE_MODEL, Option, Planning, Poor, Safety, Verdict
+from memdiag.plan.names import BARE
 from memdiag.plan.regions import Candidate
 from memdiag.policy import PLAN_GAINS, PLAN_HOLDERS, PLAN_LINES, PLAN_REASONS, PLAN_TOLERANCE
 from memdiag.report.json import SCHEMA_VERSION
@@ -66,7 +67,7 @@ def script_name(about: dict[str, Any]) -> str:
 
 def usual_name(name: str) -> str:
     """A plan's name in words: ``every_2nd_block`` is "every 2nd block"."""
-    return "as it is" if name == "none" else words(name)
+    return "as it is" if name == BARE else words(name)
 
 
 def _name(one: Candidate, path: str | None = None, short: bool = False) -> str:
