@@ -617,3 +617,39 @@ def test_a_verb_that_reads_is_interrupted_without_a_word(tmp_path: Path, verb: t
     # THEN it dies of that, which is 130 in a shell, and nothing is left behind
     assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["run.mdiag"]
+
+
+# --- options that came after the script -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "given", "said"), [
+    ("plan", ["--budget", "1GiB"], "--budget came after train.py, so the script got it"),
+    ("plan", ["--budget=1GiB", "-o", "a.mdiag", "--epochs", "3"], "--budget, -o came after train.py, so the script got "
+     "them"),
+    ("profile", ["--plot", "a.png"], "--plot came after train.py, so the script got it"),
+    ("profile", ["--budget", "1GiB"], None),  # it is no option of this verb
+])
+def test_options_of_ours_after_a_script_that_fails(
+    verb: str, given: list[str], said: str | None, tmp_path: Path
+) -> None:
+    # GIVEN a script that does not know an option of ours, WHEN it stands after the script
+    (tmp_path / "train.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\nparser.parse_args()\n")
+    done = memdiag(verb, "train.py", *given, cwd=tmp_path)
+    # THEN the script fails as it does alone, and a line after that says why
+    assert done.returncode == 2
+    assert "train.py: error: unrecognized arguments" in done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        "memdiag: nothing was recorded: the script never imported torch" if said is None else
+        f"memdiag: {said}; options of memdiag go before the script")
+    # AND none where it is to be quiet
+    assert "came after" not in memdiag(verb, "-q", "train.py", *given, cwd=tmp_path).stderr
+
+
+def test_a_script_may_have_options_of_our_names(tmp_path: Path) -> None:
+    # GIVEN a script that takes them, THEN nothing is said of them where it ends well
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    done = memdiag("profile", "train.py", "--json", "out.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['--json', 'out.json']\n")
+    assert "came after" not in done.stderr
