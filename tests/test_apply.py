@@ -377,6 +377,14 @@ class TestPlan:
             assert [(one.modules, one.keep) for one in applied.regions] == [
                 (("chain.0", "chain.1"), ()), (("loop.0",), tuple(MM))]
 
+    @pytest.mark.parametrize(("given", "modules"), [
+        (["chain.0-2"], ["chain.0", "chain.1", "chain.2"]), (["loop.*"], ["loop.0", "loop.1", "loop.2"]),
+        (["chain.0,3.*side", "loop.1"], ["chain.0.inside", "chain.0.outside", "chain.3.inside", "chain.3.outside",
+                                         "loop.1"])])
+    def test_ranges_and_patterns_stand_for_a_region_each(self, given: list[str], modules: list[str]) -> None:
+        applied = memdiag.apply_plan(net(), given)
+        assert [one.modules for one in applied.regions] == [(path,) for path in modules]
+
     def test_one_without_regions(self) -> None:
         model = net()
         assert memdiag.apply_plan(model, plan()).regions == []
@@ -416,6 +424,8 @@ class TestRefused:
 
     @pytest.mark.parametrize(("given", "why"), [
         (["chain.9"], r"no such module; there is chain\.[0-3]"), (["chain.0.insid"], r"there is chain\.0\.inside"),
+        (["chain.2-9"], r"chain\.4: the model has no such module; there is chain\.[0-3]"),
+        (["stem.*"], r"stem\.\*: the model has no such module"),
         (["chain.0", "chain.0"], r"chain\.0: is in the plan twice"),
         (plan(region("chain.0"), region("chain.0", "chain.1")), r"chain\.0: is in the plan twice"),
         (["chain.0", "chain.0.inside"], r"chain\.0\.inside: is in chain\.0 too"),

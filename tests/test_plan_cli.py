@@ -249,6 +249,10 @@ class TestPlan:
         name = found["plans"][found["chosen"]]["name"]
         text = memdiag(tmp_path, "plan", "run.mdiag", "--allow", "0", "--choose", name).stdout
         assert "though not safe: 0: buffer" in text
+        # AND a range, or a pattern, allows all that it stands for
+        for asked, modules in (("0-1.1", {"0.1", "1.1"}), ("*.1", {"0.1", "1.1", "2.1"})):
+            found = json.loads(memdiag(tmp_path, "plan", "run.mdiag", "--allow", asked, "--json", "-").stdout)
+            assert {row["module"] for row in found["safety"] if row["allowed"]} == modules
         assert "0-2, the whole model (allowed: 0): for what is in them" in text
 
     @pytest.mark.parametrize(("arguments", "said"), [
@@ -261,6 +265,7 @@ class TestPlan:
         (("run.mdiag", "--choose", "frontier"), "there is none, every_block, every_2nd_block"),
         (("run.mdiag", "--choose", "within_budget"), "the plan that --budget SIZE chooses"),
         (("--choose", "every_4th_block", "train.py"), "there may be none, every_block, every_2nd_block"),
+        (("run.mdiag", "--allow", "2-7"), "3: no module of this name was called"),
         (("run.mdiag", "--allow", "2.x"), "2.x: no module of this name was called"),
         (("run.mdiag", "--plot", "plans.jpg"), "ends in .png, .svg or .pdf"),
         (("run.mdiag", "-o", "other.mdiag"), "-o names the file that a script is recorded in"),

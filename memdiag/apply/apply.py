@@ -14,6 +14,7 @@ from memdiag.apply.read import Plan, Region, read
 from memdiag.apply.regions import Chained, Checkpointed, is_chain
 from memdiag.emit.pieces import CHECKPOINT, are_indices, chain, imports
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 
 Forward = Checkpointed | Chained
 
@@ -49,7 +50,7 @@ class Applied:
 
 def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
     """As ``memdiag.apply_plan``."""
-    regions = _named_here(model, read(plan, allow_unsafe))
+    regions = _named_here(model, _spelled(model, read(plan, allow_unsafe)))
     if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
         raise MemdiagError("the model has a plan already; undo() that one first")
     found = [[_module(model, path) for path in region.modules] for region in regions]
@@ -64,6 +65,13 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
     for module, forward in forwards:
         module.forward = forward
     return Applied(regions, forwards)
+
+
+def _spelled(model: nn.Module, regions: list[Region]) -> list[Region]:
+    """The regions, those of one module that stands for several as one region each."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return [replace(region, modules=modules) for region in regions for modules in (
+        [region.modules] if len(region.modules) > 1 else [(path,) for path in matching(region.modules[0], names)])]
 
 
 def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:

@@ -101,7 +101,8 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--minimum", is_flag=True, help="Choose the lowest peak, to a thousandth of the present one.")
 @click.option("--choose", "name", metavar="NAME", help="Choose a plan by its name in the table.")
 @click.option(
-    "--allow", metavar="MODULE", multiple=True, help="Let an unsafe module be in plans; may be given again and again.")
+    "--allow", metavar="MODULE", multiple=True,
+    help="Let an unsafe module be in plans; may be given again and again. 'blocks.0-3' and 'blocks.*.mlp' are several.")
 @click.option("--json", "json_file", metavar="FILE", help="Also write the plan file; with -, to standard output.")
 @click.option("--emit", "form", type=click.Choice(FORMS), help="Of a run file: print only what to write by hand.")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the plans: peak against time.")

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 from memdiag.plan.aside import ASKED_FOR, known_aside
 from memdiag.plan.names import BARE, BY_HAND, FRONTIER, USUAL, WITHIN_BUDGET
 from memdiag.plan.obvious import Poor, poor_choices
@@ -141,7 +142,7 @@ def plans(
         smallest: choose the lowest peak that is found, to PLAN_TOLERANCE of the bare one: what a batch changes more is
             not bought at any price.
         name: choose the plan of this name.
-        allow: modules that may be in plans though they are unsafe.
+        allow: modules that may be in plans though they are unsafe; ranges and patterns stand for all that they match.
         set_aside: bytes of the budget to keep back, instead of what the run tells itself.
 
     Raises:
@@ -149,8 +150,8 @@ def plans(
     """
     step = planned_step(run)
     safety = verdicts(run.trace)
-    _check_called(allow, safety)
-    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - set(allow)
+    allowed = _called(allow, safety)
+    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - allowed
     nowhere = with_checkpoints(run.trace) | wrapped(run.trace)
     everything = _free(step, candidates(step, chains(run.trace), unsafe | nowhere), nowhere)
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
@@ -190,7 +191,7 @@ def plans(
         set_aside={} if budget is None else aside, options=options, chosen=chosen, gains=gains,
         floor=_floor(run, _option(run, step, search, "lowest", lowest)) if chosen is None else None,
         poor=poor_choices(step, options, gains) if among else [],
-        other_inputs=_other_inputs(run, step.number), safety=safety, allowed=frozenset(allow))
+        other_inputs=_other_inputs(run, step.number), safety=safety, allowed=allowed)
 
 
 def _other_inputs(run: View, number: int) -> int:
@@ -210,12 +211,14 @@ def _free(step: Step, among: Sequence[Candidate], nowhere: Collection[str]) -> l
     return [one for one in among if all(map(free, one.modules))]
 
 
-def _check_called(allow: Collection[str], safety: dict[str, Verdict]) -> None:
-    for path in allow:
-        if path not in safety:
-            close = get_close_matches(path, safety, n=3) or list(safety)[:3]
-            raise MemdiagError(f"{path}: no module of this name was called in the step that plans are made from; there "
-                               f"is {', '.join(close) or 'none at all'}")
+def _called(allow: Collection[str], safety: dict[str, Verdict]) -> frozenset[str]:
+    """The modules that are allowed, each by its name."""
+    found = frozenset(path for asked in allow for path in matching(asked, safety))
+    for path in sorted(found.difference(safety)):
+        close = get_close_matches(path, safety, n=3) or list(safety)[:3]
+        raise MemdiagError(f"{path}: no module of this name was called in the step that plans are made from; there "
+                           f"is {', '.join(close) or 'none at all'}")
+    return found
 
 
 def _named(options: Sequence[Option], name: str) -> int:
