@@ -221,14 +221,17 @@ class TestPlan:
         unsafe = {module for module, row in safety.items() if row["verdict"] == "unsafe"}
         assert {"0.1", "2.1", "0", "2"} <= unsafe
         assert unsafe.isdisjoint(f"{block}.{part}" for block in range(3) for part in (0, 2, 3))
-        assert "running_mean" in " ".join(reason["text"] for reason in safety["0.1"]["reasons"])
+        changed = "buffers `0.1.num_batches_tracked`, `0.1.running_mean` and `0.1.running_var` change"
+        assert [reason["text"] for reason in safety["0.1"]["reasons"]] == [f"{changed}, and would change twice"]
         regions = [region for plan in found["plans"] for region in plan["regions"]]
         assert unsafe.isdisjoint(path for region in regions for path in region["modules"])
 
         # AND what is only around them is told as that
         text = memdiag(tmp_path, "plan", "run.mdiag").stdout
         unsafe_lines = text[text.index("Not safe"):]
-        assert "- 0-2.1: buffer `num_batches_tracked` changes" in unsafe_lines
+        named = "- 0-2.1: buffers `num_batches_tracked`, `running_mean` and `running_var` change,"
+        assert named in unsafe_lines.replace("\n    ", " ")
+        assert "more" not in unsafe_lines[:unsafe_lines.index("for what is in them")]
         assert "- 0-2, the whole model: for what is in them" in unsafe_lines
         # WHEN one is allowed by name
         assert memdiag(tmp_path, "plan", "run.mdiag", "--allow", "0", "--minimum", "--json", "a.json").returncode == 0
@@ -248,7 +251,7 @@ class TestPlan:
         assert ("0",) in [region.modules for region in apply_plan(model, found, allow_unsafe=["0"]).regions]
         name = found["plans"][found["chosen"]]["name"]
         text = memdiag(tmp_path, "plan", "run.mdiag", "--allow", "0", "--choose", name).stdout
-        assert "though not safe: 0: buffer" in text
+        assert "though not safe: 0: buffers" in text
         # AND a range, or a pattern, allows all that it stands for
         for asked, modules in (("0-1.1", {"0.1", "1.1"}), ("*.1", {"0.1", "1.1", "2.1"})):
             found = json.loads(memdiag(tmp_path, "plan", "run.mdiag", "--allow", asked, "--json", "-").stdout)
