@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memdiag
 from memdiag.errors import MemdiagError
+from memdiag.runfile import MAGIC
 
 MM = ["aten::mm", "aten.addmm.default"]
 
@@ -411,6 +412,23 @@ class TestPlan:
     def test_what_is_no_plan_is_refused(self, given: Any, why: str) -> None:
         with pytest.raises(MemdiagError, match=why):
             memdiag.apply_plan(net(), given)
+
+    def test_a_run_file(self, tmp_path: Path) -> None:
+        (tmp_path / "run.mdiag").write_bytes(MAGIC + bytes(range(256)))
+        with pytest.raises(MemdiagError, match=r"run\.mdiag: is a run file; .*`memdiag plan .*run\.mdiag --json plan"):
+            memdiag.apply_plan(net(), tmp_path / "run.mdiag")
+
+    def test_one_of_another_model(self) -> None:
+        # GIVEN a plan of which nothing is in the model THEN that is said
+        of_another = plan(region("layers.0"), region("layers.1", "layers.2"))
+        with pytest.raises(MemdiagError, match=r"of another model: this Net has none of its modules, such as "
+                                               r"layers\.0; there is chain, chain\.0, chain\.0\.inside"):
+            memdiag.apply_plan(net(), of_another)
+        # AND not where some is, or all is under a wrapper
+        for model, given in ((net(), plan(region("chain.0"), region("layers.0"))),
+                             (nn.Sequential(net()), plan(region("chain.0"), region("loop.1")))):
+            with pytest.raises(MemdiagError, match="the model has no such module"):
+                memdiag.apply_plan(model, given)
 
     @pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
     def test_a_file_of_something_else(self, text: str, tmp_path: Path) -> None:
