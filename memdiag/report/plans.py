@@ -143,7 +143,7 @@ def _table(planning: Planning) -> list[str]:
     keeps = any(one.keep for option in planning.options for one in option.plan.chosen)
     runs = any(len(one.modules) > 1 for option in planning.options for one in option.plan.chosen)
     return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan, and prints it "
-                            "in full." + " *2: keeps the results of two operators." * keeps
+                            "in full." + " *N: keeps the results of N operators." * keeps
                             + " 0…2: the modules 0 to 2 as one checkpoint; 0-2: each for itself." * runs
                             + " by_hand has a run of modules that only the script's own loop can make one checkpoint "
                               "of." * by_hand)
