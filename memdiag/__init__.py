@@ -80,7 +80,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
     Args:
         model: whose ``named_modules()`` the plan names.
         plan: path of a plan file, of which the chosen plan is applied; what such a file holds; or module paths, each
-            of which becomes a region.
+            of which becomes a region. Ranges (``blocks.0-11``) and patterns (``blocks.*.mlp``) are as many regions as
+            they match modules.
         allow_unsafe: modules that are made regions even though the plan says that it is unsafe.
 
     Returns:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memdiag
 from memdiag.errors import MemdiagError
+from memdiag.runfile import MAGIC
 
 MM = ["aten::mm", "aten.addmm.default"]
 
@@ -377,6 +378,14 @@ class TestPlan:
             assert [(one.modules, one.keep) for one in applied.regions] == [
                 (("chain.0", "chain.1"), ()), (("loop.0",), tuple(MM))]
 
+    @pytest.mark.parametrize(("given", "modules"), [
+        (["chain.0-2"], ["chain.0", "chain.1", "chain.2"]), (["loop.*"], ["loop.0", "loop.1", "loop.2"]),
+        (["chain.0,3.*side", "loop.1"], ["chain.0.inside", "chain.0.outside", "chain.3.inside", "chain.3.outside",
+                                         "loop.1"])])
+    def test_ranges_and_patterns_stand_for_a_region_each(self, given: list[str], modules: list[str]) -> None:
+        applied = memdiag.apply_plan(net(), given)
+        assert [one.modules for one in applied.regions] == [(path,) for path in modules]
+
     def test_one_without_regions(self) -> None:
         model = net()
         assert memdiag.apply_plan(model, plan()).regions == []
@@ -404,6 +413,23 @@ class TestPlan:
         with pytest.raises(MemdiagError, match=why):
             memdiag.apply_plan(net(), given)
 
+    def test_a_run_file(self, tmp_path: Path) -> None:
+        (tmp_path / "run.mdiag").write_bytes(MAGIC + bytes(range(256)))
+        with pytest.raises(MemdiagError, match=r"run\.mdiag: is a run file; .*`memdiag plan .*run\.mdiag --json plan"):
+            memdiag.apply_plan(net(), tmp_path / "run.mdiag")
+
+    def test_one_of_another_model(self) -> None:
+        # GIVEN a plan of which nothing is in the model THEN that is said
+        of_another = plan(region("layers.0"), region("layers.1", "layers.2"))
+        with pytest.raises(MemdiagError, match=r"of another model: this Net has none of its modules, such as "
+                                               r"layers\.0; there is chain, chain\.0, chain\.0\.inside"):
+            memdiag.apply_plan(net(), of_another)
+        # AND not where some is, or all is under a wrapper
+        for model, given in ((net(), plan(region("chain.0"), region("layers.0"))),
+                             (nn.Sequential(net()), plan(region("chain.0"), region("loop.1")))):
+            with pytest.raises(MemdiagError, match="the model has no such module"):
+                memdiag.apply_plan(model, given)
+
     @pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
     def test_a_file_of_something_else(self, text: str, tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_text(text)
@@ -416,6 +442,8 @@ class TestRefused:
 
     @pytest.mark.parametrize(("given", "why"), [
         (["chain.9"], r"no such module; there is chain\.[0-3]"), (["chain.0.insid"], r"there is chain\.0\.inside"),
+        (["chain.2-9"], r"chain\.4: the model has no such module; there is chain\.[0-3]"),
+        (["stem.*"], r"stem\.\*: the model has no such module"),
         (["chain.0", "chain.0"], r"chain\.0: is in the plan twice"),
         (plan(region("chain.0"), region("chain.0", "chain.1")), r"chain\.0: is in the plan twice"),
         (["chain.0", "chain.0.inside"], r"chain\.0\.inside: is in chain\.0 too"),

@@ -599,3 +599,57 @@ def test_an_interrupt_while_the_recording_starts(folder: Path) -> None:
     assert done.returncode == -signal.SIGINT
     assert re.fullmatch(
         r'Traceback .*\n  File ".*imports.py", line 1, in <module>\n    import torch\nKeyboardInterrupt\n', done.stderr)
+
+
+@pytest.mark.parametrize("verb", [
+    ("report", "run.mdiag"), ("diagnose", "run.mdiag"), ("compare", "run.mdiag", "run.mdiag"), ("plot", "run.mdiag"),
+    ("plan", "run.mdiag"), ("plan", "run.mdiag", "--emit", "code")], ids=" ".join)
+def test_a_verb_that_reads_is_interrupted_without_a_word(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    # GIVEN a verb in the midst of reading: its run file is a pipe, which opens once both ends are there
+    os.mkfifo(tmp_path / "run.mdiag")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memdiag", *verb], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with open(tmp_path / "run.mdiag", "wb"):
+        # WHEN Ctrl-C comes
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    # THEN it dies of that, which is 130 in a shell, and nothing is left behind
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.mdiag"]
+
+
+# --- options that came after the script -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "given", "said"), [
+    ("plan", ["--budget", "1GiB"], "--budget came after train.py, so the script got it"),
+    ("plan", ["--budget=1GiB", "-o", "a.mdiag", "--epochs", "3"], "--budget, -o came after train.py, so the script got "
+     "them"),
+    ("profile", ["--plot", "a.png"], "--plot came after train.py, so the script got it"),
+    ("profile", ["--budget", "1GiB"], None),  # it is no option of this verb
+])
+def test_options_of_ours_after_a_script_that_fails(
+    verb: str, given: list[str], said: str | None, tmp_path: Path
+) -> None:
+    # GIVEN a script that does not know an option of ours, WHEN it stands after the script
+    (tmp_path / "train.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\nparser.parse_args()\n")
+    done = memdiag(verb, "train.py", *given, cwd=tmp_path)
+    # THEN the script fails as it does alone, and a line after that says why
+    assert done.returncode == 2
+    assert "train.py: error: unrecognized arguments" in done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        "memdiag: nothing was recorded: the script never imported torch" if said is None else
+        f"memdiag: {said}; options of memdiag go before the script")
+    # AND none where it is to be quiet
+    assert "came after" not in memdiag(verb, "-q", "train.py", *given, cwd=tmp_path).stderr
+
+
+def test_a_script_may_have_options_of_our_names(tmp_path: Path) -> None:
+    # GIVEN a script that takes them, THEN nothing is said of them where it ends well
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    done = memdiag("profile", "train.py", "--json", "out.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['--json', 'out.json']\n")
+    assert "came after" not in done.stderr

@@ -404,16 +404,17 @@ def after_the_model(source: str, text: str) -> str:
 
 
 class TestCode:
-    @pytest.mark.parametrize("plan", [
-        regions(*ALL[:2], "blocks.3.mlp", "blocks.4.mlp.0", "head"),
-        regions("blocks.1.mlp.0 blocks.1.mlp.1", "blocks.2.mlp.1 blocks.2.mlp.2"),
-        [*regions("blocks.1 blocks.2 blocks.3"), *regions("blocks.0.mlp", keep=("aten::addmm",))],
+    @pytest.mark.parametrize(("plan", "forwards"), [
+        (regions(*ALL[:2], "blocks.3.mlp", "blocks.4.mlp.0", "head"), 0),
+        (regions("blocks.1.mlp.0 blocks.1.mlp.1", "blocks.2.mlp.1 blocks.2.mlp.2", "blocks.3.mlp.0 blocks.3.mlp.1"), 2),
+        ([*regions("blocks.1 blocks.2 blocks.3"), *regions("blocks.0.mlp", keep=("aten::addmm",))], 0),
     ])
     def test_put_in_by_hand_the_script_does_as_planned(
-        self, plain: tuple[str, Ran], tmp_path: Path, plan: list[Region]
+        self, plain: tuple[str, Ran], tmp_path: Path, plan: list[Region], forwards: int
     ) -> None:
         recorded, before = plain
         text = code(before.sites, plan, str(Path(recorded).parent), "A plan.", chains(before.seen.trace))
+        assert text.count("def forward(") == forwards  # one for all that are alike
         assert_does_as_planned(write(tmp_path, spliced(MODEL, text)), before, plan)
 
     def test_without_the_file_all_of_it_is_written_for_the_model(

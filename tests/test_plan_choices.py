@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -90,6 +91,20 @@ class TestChosen:
         # AND its place is that of the allocation
         assert chosen.place is not None
         assert chosen.place.module == view.where(chosen.plan.peak.event)[2].module
+
+    def test_what_keeps_more_operators_is_told_apart(self) -> None:
+        # GIVEN plans that differ in the operators alone that one module keeps
+        found = planning("unet")
+        (one,) = found.gains[0].plan.chosen
+        kept = [replace(one, keep=keep) for keep in (("aten::mm",), ("aten::mm", "aten::gelu"))]
+        more = [replace(found.gains[0], name=f"frontier_{number}", plan=replace(found.gains[0].plan, chosen=(each,)))
+                for number, each in enumerate(kept, 1)]
+        text = render_plans(replace(found, options=[found.options[0], *more], chosen=2), ABOUT)
+        # THEN their rows say how many, and the one that is chosen which
+        rows = [line.split()[-1] for line in text.splitlines() if "frontier_" in line and "*" in line]
+        assert rows == [f"{one.modules[0]}*1", f"{one.modules[0]}*2"]
+        assert "*N: keeps the results of N operators" in " ".join(text.split())
+        assert f"{one.modules[0]} keeping aten::mm, aten::gelu" in " ".join(text.split())
 
     def test_text_fits_a_terminal(self) -> None:
         for name in ("unet", "lstm"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -38,6 +40,22 @@ def memdiag(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.run(
         [sys.executable, "-m", "memdiag", *arguments], cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+
+
+def on_a_terminal(folder: Path, *arguments: str) -> str:
+    """What a command writes to standard error where that is a terminal."""
+    ours, its = pty.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memdiag", *arguments], cwd=folder, stdout=subprocess.DEVNULL, stderr=its,
+            env={**os.environ, "PYTHONPATH": str(ROOT)})
+        os.close(its)
+        seen = b""
+        with contextlib.suppress(OSError):  # so Linux says that the other end was closed
+            while part := terminal.read(4096):
+                seen += part
+        assert process.wait() == 0
+    return seen.decode()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +118,18 @@ class TestPlan:
         done = memdiag(folder, "plan", "run.mdiag")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() in err
+
+    def test_while_it_plans_a_terminal_says_so(self, planned: tuple[Path, str, str]) -> None:
+        folder, _, _ = planned
+        line, gone = "\rmemdiag: planning ...\x1b[K", "\r\x1b[K"
+        # WHEN it plans from a file where someone looks THEN a line says so, and goes
+        assert on_a_terminal(folder, "plan", "run.mdiag") == line + gone
+        # AND of a script before the plans are told
+        seen = on_a_terminal(folder, "plan", "-o", "seen.mdiag", "train.py")
+        assert line + gone + "Checkpoints for train.py" in seen
+        # AND there is none where it is to be quiet, or where nobody looks
+        assert on_a_terminal(folder, "plan", "-q", "run.mdiag") == ""
+        assert memdiag(folder, "plan", "run.mdiag").stderr == ""
 
     def test_the_json_holds_the_contract(self, planned: tuple[Path, str, str]) -> None:
         folder, _, _ = planned
@@ -191,14 +221,17 @@ class TestPlan:
         unsafe = {module for module, row in safety.items() if row["verdict"] == "unsafe"}
         assert {"0.1", "2.1", "0", "2"} <= unsafe
         assert unsafe.isdisjoint(f"{block}.{part}" for block in range(3) for part in (0, 2, 3))
-        assert "running_mean" in " ".join(reason["text"] for reason in safety["0.1"]["reasons"])
+        changed = "buffers `0.1.num_batches_tracked`, `0.1.running_mean` and `0.1.running_var` change"
+        assert [reason["text"] for reason in safety["0.1"]["reasons"]] == [f"{changed}, and would change twice"]
         regions = [region for plan in found["plans"] for region in plan["regions"]]
         assert unsafe.isdisjoint(path for region in regions for path in region["modules"])
 
         # AND what is only around them is told as that
         text = memdiag(tmp_path, "plan", "run.mdiag").stdout
         unsafe_lines = text[text.index("Not safe"):]
-        assert "- 0-2.1: buffer `num_batches_tracked` changes" in unsafe_lines
+        named = "- 0-2.1: buffers `num_batches_tracked`, `running_mean` and `running_var` change,"
+        assert named in unsafe_lines.replace("\n    ", " ")
+        assert "more" not in unsafe_lines[:unsafe_lines.index("for what is in them")]
         assert "- 0-2, the whole model: for what is in them" in unsafe_lines
         # WHEN one is allowed by name
         assert memdiag(tmp_path, "plan", "run.mdiag", "--allow", "0", "--minimum", "--json", "a.json").returncode == 0
@@ -218,7 +251,11 @@ class TestPlan:
         assert ("0",) in [region.modules for region in apply_plan(model, found, allow_unsafe=["0"]).regions]
         name = found["plans"][found["chosen"]]["name"]
         text = memdiag(tmp_path, "plan", "run.mdiag", "--allow", "0", "--choose", name).stdout
-        assert "though not safe: 0: buffer" in text
+        assert "though not safe: 0: buffers" in text
+        # AND a range, or a pattern, allows all that it stands for
+        for asked, modules in (("0-1.1", {"0.1", "1.1"}), ("*.1", {"0.1", "1.1", "2.1"})):
+            found = json.loads(memdiag(tmp_path, "plan", "run.mdiag", "--allow", asked, "--json", "-").stdout)
+            assert {row["module"] for row in found["safety"] if row["allowed"]} == modules
         assert "0-2, the whole model (allowed: 0): for what is in them" in text
 
     @pytest.mark.parametrize(("arguments", "said"), [
@@ -229,6 +266,9 @@ class TestPlan:
         (("run.mdiag", "--minimum", "--choose", "none"), "choose different plans"),
         (("run.mdiag", "--set-aside", "1MiB"), "give --budget too"),
         (("run.mdiag", "--choose", "frontier"), "there is none, every_block, every_2nd_block"),
+        (("run.mdiag", "--choose", "within_budget"), "the plan that --budget SIZE chooses"),
+        (("--choose", "every_4th_block", "train.py"), "there may be none, every_block, every_2nd_block"),
+        (("run.mdiag", "--allow", "2-7"), "3: no module of this name was called"),
         (("run.mdiag", "--allow", "2.x"), "2.x: no module of this name was called"),
         (("run.mdiag", "--plot", "plans.jpg"), "ends in .png, .svg or .pdf"),
         (("run.mdiag", "-o", "other.mdiag"), "-o names the file that a script is recorded in"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
@@ -14,6 +14,7 @@ from memdiag.apply.read import Plan, Region, read
 from memdiag.apply.regions import Chained, Checkpointed, is_chain
 from memdiag.emit.pieces import CHECKPOINT, are_indices, chain, imports
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 
 Forward = Checkpointed | Chained
 
@@ -49,9 +50,11 @@ class Applied:
 
 def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
     """As ``memdiag.apply_plan``."""
-    regions = _named_here(model, read(plan, allow_unsafe))
+    regions = _named_here(model, _spelled(model, read(plan, allow_unsafe)))
     if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
         raise MemdiagError("the model has a plan already; undo() that one first")
+    if not isinstance(plan, Sequence) or isinstance(plan, str):
+        _refuse_of_another(model, regions)
     found = [[_module(model, path) for path in region.modules] for region in regions]
     _refuse_twice(regions)
     exchanged: list[tuple[nn.Module, Region, list[nn.Module]]] = []
@@ -66,6 +69,13 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
     return Applied(regions, forwards)
 
 
+def _spelled(model: nn.Module, regions: list[Region]) -> list[Region]:
+    """The regions, those of one module that stands for several as one region each."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return [replace(region, modules=modules) for region in regions for modules in (
+        [region.modules] if len(region.modules) > 1 else [(path,) for path in matching(region.modules[0], names)])]
+
+
 def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:
     """The regions by the model's own names. Where a script has several models, a plan has the name of a variable before
     those of all but the first."""
@@ -75,6 +85,17 @@ def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:
     here = [replace(region, modules=tuple(path.partition(".")[2] for path in region.modules)) for region in regions]
     there = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
     return here if there.issuperset(path for region in here for path in region.modules) else regions
+
+
+def _refuse_of_another(model: nn.Module, regions: list[Region]) -> None:
+    """Refuses a plan of which nothing is in the model, nor in it under a wrapper: that it has no such module would send
+    one looking for a slip in a name."""
+    paths = [path for region in regions for path in region.modules]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    if paths and not any(f".{name}".endswith(f".{path}") for path in paths for name in names):
+        inside = ", ".join([name for name in names if name][:3])
+        raise MemdiagError(f"the plan is of another model: this {type(model).__name__} has none of its modules, such "
+                           f"as {paths[0]}; there is {inside or 'none inside'}")
 
 
 def _forwards(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -> list[tuple[nn.Module, Forward]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memdiag.errors import MemdiagError
+from memdiag.runfile import is_run_file
 
 SCHEMA_VERSION = 1
 """Of plan files: the newest that is understood."""
@@ -41,6 +42,9 @@ def read(plan: Plan, allow_unsafe: Collection[str] = ()) -> list[Region]:
     if isinstance(plan, Mapping):
         return _chosen(plan, "the plan", allow_unsafe)
     if isinstance(plan, (str, os.PathLike)):
+        if is_run_file(plan):
+            raise MemdiagError(f"{os.fspath(plan)}: is a run file; make a plan file of it with `memdiag plan "
+                               f"{os.fspath(plan)} --json plan.json`")
         try:
             with open(plan, encoding="utf-8") as file:
                 return _chosen(json.load(file), os.fspath(plan), allow_unsafe)

@@ -55,7 +55,7 @@ cli.add_command(plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
+    """Runs one command; returns its exit status. Where it is interrupted, the process dies of that (130 in a shell)."""
     try:
         job: Job | int = cli.main(
             args=list(sys.argv[1:] if arguments is None else arguments), prog_name="memdiag", standalone_mode=False
@@ -72,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "memdiag"
         return _refuse(f"{error.format_message().rstrip('.')}; see `{command} --help`", 2)
+    except (KeyboardInterrupt, click.Abort):  # the second is what click makes of the first
+        from memdiag.record.process import launch
+
+        launch.leave(launch.INTERRUPTED)
     except BrokenPipeError:
         # Whoever reads has seen enough. What is still buffered must not fail again when the interpreter ends.
         _let_stdout_go()

@@ -1,10 +1,12 @@
-"""Printing, and the JSON beside it, for the verbs that read."""
+"""Printing, and the JSON beside it, for the verbs that read; and what is shown while one waits."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from memdiag.cli import paths
 from memdiag.errors import MemdiagError
@@ -55,3 +57,28 @@ def show_or_write(
         paths.write(path, as_json())
         if not quiet:
             show(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def working(what: str, stream: TextIO | None, quiet: bool) -> Iterator[None]:
+    """Shows what takes its time, in a line that goes when it has ended, where someone is there to see it."""
+    if not is_seen(stream, quiet):
+        yield
+        return
+    _write(stream, f"\rmemdiag: {what} ...\x1b[K")
+    try:
+        yield
+    finally:
+        _write(stream, "\r\x1b[K")
+
+
+def is_seen(stream: TextIO | None, quiet: bool) -> bool:
+    """Whether a line that comes and goes has someone to see it: on a terminal, unless it is to be quiet."""
+    return not quiet and stream is not None and not stream.closed and stream.isatty()
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal has gone: there is nobody to tell
+            stream.write(text)
+            stream.flush()

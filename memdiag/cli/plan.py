@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from memdiag.cli import paths
-from memdiag.cli.output import FAILED, json_path, show, show_or_write
+from memdiag.cli.output import FAILED, json_path, show, show_or_write, working
 from memdiag.cli.running import Outputs, prepare, run
 from memdiag.emit import FORMS
 from memdiag.errors import MemdiagError
+from memdiag.plan import names
 from memdiag.runfile import is_run_file
 from memdiag.units import parse_bytes
 
@@ -99,7 +101,8 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--minimum", is_flag=True, help="Choose the lowest peak, to a thousandth of the present one.")
 @click.option("--choose", "name", metavar="NAME", help="Choose a plan by its name in the table.")
 @click.option(
-    "--allow", metavar="MODULE", multiple=True, help="Let an unsafe module be in plans; may be given again and again.")
+    "--allow", metavar="MODULE", multiple=True,
+    help="Let an unsafe module be in plans; may be given again and again. 'blocks.0-3' and 'blocks.*.mlp' are several.")
 @click.option("--json", "json_file", metavar="FILE", help="Also write the plan file; with -, to standard output.")
 @click.option("--emit", "form", type=click.Choice(FORMS), help="Of a run file: print only what to write by hand.")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the plans: peak against time.")
@@ -128,6 +131,8 @@ def plan(
     """
     if sum((budget is not None, minimum, name is not None)) > 1:
         raise click.UsageError("--budget, --minimum and --choose choose different plans; give one of them")
+    if name == names.WITHIN_BUDGET:
+        raise click.UsageError(f"{name} is the plan that --budget SIZE chooses; give that instead")
     if set_aside is not None and budget is None:
         raise click.UsageError("--set-aside is taken off a budget; give --budget too")
     if form is not None and (json_file is not None or plot is not None):
@@ -141,24 +146,33 @@ def plan(
     if is_module or not _is_run(target):
         if form is not None:
             raise click.UsageError("--emit reads a run file: plan the script first, then its run file with --emit")
+        if name is not None and not names.may_be(name):
+            raise click.UsageError(f"{name}: no plan has this name; there may be {names.listed()}")
         return _script(wish, target, args, is_module, output, plot, json_file, force, quiet)
     if args:
         raise click.UsageError(f"{target} is a run file, and {args[0]} is one argument too many")
     if output is not None:
         raise click.UsageError(f"-o names the file that a script is recorded in, and {target} is one already")
     if form is not None:
-        return functools.partial(_emit, wish, Path(target), form)
+        return functools.partial(_emit, wish, Path(target), form, quiet)
     return functools.partial(_run_file, wish, Path(target), plot, json_file, force, quiet)
 
 
-def _emit(wish: _Wish, run_file: Path, form: str) -> int:
+def _emit(wish: _Wish, run_file: Path, form: str, quiet: bool) -> int:
     from memdiag.emit.emit import emit
-    from memdiag.trace import load
     from memdiag.trace.view import View
 
-    trace = load(run_file)
-    show(emit(form, wish.planning(trace), View(trace)))
+    trace, planning = _planned(wish, run_file, quiet)
+    show(emit(form, planning, View(trace)))
     return 0
+
+
+def _planned(wish: _Wish, run_file: Path, quiet: bool) -> tuple[Trace, Planning]:
+    with working("planning", sys.stderr, quiet):
+        from memdiag.trace import load
+
+        trace = load(run_file)
+        return trace, wish.planning(trace)
 
 
 def _run_file(
@@ -168,10 +182,7 @@ def _run_file(
     if plot is not None:
         paths.check_apart([plot], inputs=[run_file, *([] if destination is None else [destination])])
         paths.check_new(plot, force)
-    from memdiag.trace import load
-
-    trace = load(run_file)
-    planning = wish.planning(trace)
+    trace, planning = _planned(wish, run_file, quiet)
     show_or_write(
         lambda: _text(planning, trace), lambda: _json(planning, trace), json_file, destination, quiet)
     if plot is not None:
@@ -198,7 +209,8 @@ def _script(
 
 def _tell(wish: _Wish, trace: Trace, outputs: Outputs) -> None:
     with outputs.failing("the plan"):
-        planning = wish.planning(trace)
+        with outputs.working("planning"):
+            planning = wish.planning(trace)
         if planning.chosen is None:
             outputs.fail(FAILED)
         if outputs.text:

@@ -114,7 +114,8 @@ def _tell(make_plan: bool, trace: Trace, outputs: Outputs) -> None:
             from memdiag.report.plans import beside_verdict, render_plans
             from memdiag.trace.view import View
 
-            planning = plans(View(trace))
+            with outputs.working("planning"):
+                planning = plans(View(trace))
             beside = beside_verdict(planning, summary.diagnosis.reachable_bytes)
             outputs.say(f"\n{render_plans(planning, trace.about)}\n{beside}")
     outputs.put_json(lambda: to_json(summary))

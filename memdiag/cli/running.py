@@ -6,11 +6,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+import click
+
 from memdiag.cli import paths
+from memdiag.cli.output import is_seen, working
 from memdiag.errors import MemdiagError
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ class Outputs:
         quiet: whether the names of the files and the next command are kept back.
         stdout, stderr: where to print, None where the process was started without; the script may replace or close
             its own.
+        strayed: arguments of the script that are options of this command by name.
         status: of the first thing that went wrong after the script, or that it was asked for in vain; 0 for none.
     """
 
@@ -41,6 +46,7 @@ class Outputs:
     folder: Path
     stdout: TextIO | None
     stderr: TextIO | None
+    strayed: list[str]
     status: int = 0
 
     def files(self) -> list[Path]:
@@ -49,7 +55,11 @@ class Outputs:
     @property
     def shown(self) -> bool:
         """Whether a progress line has someone to see it."""
-        return not self.quiet and self.stderr is not None and self.stderr.isatty()
+        return is_seen(self.stderr, self.quiet)
+
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Shows a line while something takes its time."""
+        return working(what, self.stderr, self.quiet)
 
     def say(self, text: str) -> None:
         # Where the script closed it, or none was there, there is nowhere to say it.
@@ -126,6 +136,7 @@ def prepare(
         folder=Path.cwd(),
         stdout=sys.stdout,
         stderr=sys.stderr,
+        strayed=_strayed(args),
     )
     if outputs.plot is not None:
         paths.check_picture(outputs.plot)
@@ -133,6 +144,14 @@ def prepare(
     for path in outputs.files():
         paths.check_new(path, force)
     return script, outputs
+
+
+def _strayed(args: tuple[str, ...]) -> list[str]:
+    """Arguments that would be options of the command at hand if they stood before the script."""
+    ours = {name for option in click.get_current_context().command.params if isinstance(option, click.Option)
+            for name in option.opts}
+    names = [argument.partition("=")[0] for argument in args]
+    return [name for name in dict.fromkeys(names) if name in ours]
 
 
 def _json(name: str | None, rank: int | None) -> Path | str | None:
@@ -170,6 +189,10 @@ def run(
         kept.release()
         kept.deliver()
         _tell(watch.recorder, watch.problem, outputs, tell, following, answers)
+        if outputs.strayed and status not in (0, launch.INTERRUPTED):
+            outputs.note(f"memdiag: {', '.join(outputs.strayed)} came after {target.path or target.module}, so the "
+                         f"script got {'it' if len(outputs.strayed) == 1 else 'them'}; options of memdiag go before "
+                         "the script")
     except (KeyboardInterrupt, SystemExit):  # of a handler of the script's, for a signal that came now
         outputs.say(f"memdiag: interrupted; the run is kept in {outputs.run}")
         outputs.fail(launch.INTERRUPTED)
@@ -194,7 +217,8 @@ def _tell(
         with outputs.failing("reading the run"):
             from memdiag.trace import load
 
-            trace = load(outputs.folder / outputs.run)
+            with outputs.working("reading the run"):
+                trace = load(outputs.folder / outputs.run)
             if outputs.stdout is not None:
                 with contextlib.suppress(OSError, ValueError):  # as it will be told when the interpreter ends
                     outputs.stdout.flush()

@@ -13,6 +13,7 @@ from memdiag.emit.pieces import (
     NEEDS,
     PARTIAL,
     Region,
+    Run,
     are_indices,
     arguments,
     chain,
@@ -49,10 +50,13 @@ def code(where: Sites, regions: Sequence[Region], folder: str, head: str, chains
         lines += _reasons(f"{path}: {why}" for path, why in mine)
         lines += ["for module in (", *(f"    {expression(path)}," for path, _ in mine), "):",
                   f"    module.forward = partial(checkpoint, module.forward, {arguments(keep)})"]
+    alike: dict[tuple[Run, ...], list[str]] = {}
     for container, those in runs.items():
-        name = expression(container)
-        lines += ["", f"# {_ONCE}. PyTorch runs the modules of {container or 'the model'}:",
-                  *sequential_forward("forward", those), "", f"{name}.forward = MethodType(forward, {name})"]
+        alike.setdefault(tuple(those), []).append(container)
+    for same, containers in alike.items():
+        what = (containers[0] or "the model") if len(containers) == 1 else f"each of {len(containers)} that are alike"
+        lines += ["", f"# {_ONCE}. PyTorch runs the modules of {what}:", *sequential_forward("forward", same), "",
+                  *_set_forward([expression(container) for container in containers])]
     for region, why in left:
         if len(region.modules) > 1 and not runs_in([region], chains):
             lines += ["", f"# In place of what calls {', '.join(region.modules)}, with the arguments that they take:",
@@ -61,6 +65,13 @@ def code(where: Sites, regions: Sequence[Region], folder: str, head: str, chains
 
 
 _ONCE = "Once the model is built, as `model`"
+
+
+def _set_forward(names: Sequence[str]) -> list[str]:
+    if len(names) == 1:
+        return [f"{names[0]}.forward = MethodType(forward, {names[0]})"]
+    return ["for module in (", *(f"    {name}," for name in names), "):",
+            "    module.forward = MethodType(forward, module)"]
 
 
 def _statements(found: Edits, folder: str) -> Iterator[str]:

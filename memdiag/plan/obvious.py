@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memdiag.plan.names import EVERY_BLOCK
 from memdiag.plan.replay import Region, peak_under
 from memdiag.plan.step import Step
 from memdiag.policy import PLAN_POOR_ALIKE, PLAN_POOR_GAIN, PLAN_POOR_SHARE, PLAN_TOLERANCE
@@ -83,7 +84,7 @@ def _most_saved(step: Step, bare: Option, gains: Sequence[Option], whole: Sequen
 
 
 def _every_block(options: Sequence[Option]) -> Poor | None:
-    every = next((one for one in options if one.name == "every_block"), None)
+    every = next((one for one in options if one.name == EVERY_BLOCK), None)
     if every is None:
         return None
     better = _better(options, every.plan.peak.bytes, every.plan.again_ns)

@@ -11,7 +11,9 @@ from difflib import get_close_matches
 import numpy as np
 
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 from memdiag.plan.aside import ASKED_FOR, known_aside
+from memdiag.plan.names import BARE, BY_HAND, FRONTIER, USUAL, WITHIN_BUDGET
 from memdiag.plan.obvious import Poor, poor_choices
 from memdiag.plan.regions import Candidate, candidates
 from memdiag.plan.safety import Safety, Verdict, chains, verdicts, with_checkpoints, wrapped
@@ -140,7 +142,7 @@ def plans(
         smallest: choose the lowest peak that is found, to PLAN_TOLERANCE of the bare one: what a batch changes more is
             not bought at any price.
         name: choose the plan of this name.
-        allow: modules that may be in plans though they are unsafe.
+        allow: modules that may be in plans though they are unsafe; ranges and patterns stand for all that they match.
         set_aside: bytes of the budget to keep back, instead of what the run tells itself.
 
     Raises:
@@ -148,29 +150,29 @@ def plans(
     """
     step = planned_step(run)
     safety = verdicts(run.trace)
-    _check_called(allow, safety)
-    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - set(allow)
+    allowed = _called(allow, safety)
+    unsafe = {path for path, verdict in safety.items() if verdict.safety is Safety.UNSAFE} - allowed
     nowhere = with_checkpoints(run.trace) | wrapped(run.trace)
     everything = _free(step, candidates(step, chains(run.trace), unsafe | nowhere), nowhere)
     among = [one for one in everything if not one.by_hand and unsafe.isdisjoint(one.modules)]
     search = Search(step, among)
-    usual = {"none": search.plan([])}
+    usual = {BARE: search.plan([])}
     blocks = _blocks(everything)
     if not unsafe.isdisjoint(path for block in blocks for path in block.modules):
         blocks = []  # some of them alone are no usual plan
-    for every, usually in ((1, "every_block"), (2, "every_2nd_block"), (3, "every_3rd_block")):
+    for every, usually in USUAL.items():
         if len(blocks) > every:
             usual[usually] = search.plan(blocks[::every])
     lowest = search.smallest()
-    tolerance = int(PLAN_TOLERANCE * usual["none"].peak.bytes)
+    tolerance = int(PLAN_TOLERANCE * usual[BARE].peak.bytes)
     near = search.within(lowest.peak.bytes + tolerance) or lowest
-    frontier = {f"frontier_{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
+    frontier = {f"{FRONTIER}{number}": plan for number, plan in enumerate(search.frontier(near)) if plan.chosen}
     aside = None if budget is None else known_aside(run, step.number) if set_aside is None else {ASKED_FOR: set_aside}
     room = None if budget is None else max(budget - sum((aside or {}).values()), 0)
     if room is not None:
         fitting = search.within(room) or (lowest if lowest.peak.bytes <= room else None)
         if fitting is not None and fitting.chosen:
-            frontier = {**frontier, "within_budget": fitting}
+            frontier = {**frontier, WITHIN_BUDGET: fitting}
     options = [_option(run, step, search, named, plan) for named, plan in (*usual.items(), *frontier.items())]
     chosen = _choose(step, options, room, tolerance if smallest else None)
     written = [one for one in everything if one.by_hand and unsafe.isdisjoint(one.modules)]
@@ -178,7 +180,7 @@ def plans(
         rival = near if room is None or chosen is None else options[chosen].plan
         wider = Search(step, [*among, *written])
         plan = _by_hand(step, wider, rival, room)
-        options += [] if plan is None else [_option(run, step, wider, "by_hand", plan)]
+        options += [] if plan is None else [_option(run, step, wider, BY_HAND, plan)]
     if name is not None:
         chosen = _named(options, name)
     gains = [_option(run, step, search, one.modules[0], search.plan([one])) for one in among
@@ -189,7 +191,7 @@ def plans(
         set_aside={} if budget is None else aside, options=options, chosen=chosen, gains=gains,
         floor=_floor(run, _option(run, step, search, "lowest", lowest)) if chosen is None else None,
         poor=poor_choices(step, options, gains) if among else [],
-        other_inputs=_other_inputs(run, step.number), safety=safety, allowed=frozenset(allow))
+        other_inputs=_other_inputs(run, step.number), safety=safety, allowed=allowed)
 
 
 def _other_inputs(run: View, number: int) -> int:
@@ -209,12 +211,14 @@ def _free(step: Step, among: Sequence[Candidate], nowhere: Collection[str]) -> l
     return [one for one in among if all(map(free, one.modules))]
 
 
-def _check_called(allow: Collection[str], safety: dict[str, Verdict]) -> None:
-    for path in allow:
-        if path not in safety:
-            close = get_close_matches(path, safety, n=3) or list(safety)[:3]
-            raise MemdiagError(f"{path}: no module of this name was called in the step that plans are made from; there "
-                               f"is {', '.join(close) or 'none at all'}")
+def _called(allow: Collection[str], safety: dict[str, Verdict]) -> frozenset[str]:
+    """The modules that are allowed, each by its name."""
+    found = frozenset(path for asked in allow for path in matching(asked, safety))
+    for path in sorted(found.difference(safety)):
+        close = get_close_matches(path, safety, n=3) or list(safety)[:3]
+        raise MemdiagError(f"{path}: no module of this name was called in the step that plans are made from; there "
+                           f"is {', '.join(close) or 'none at all'}")
+    return found
 
 
 def _named(options: Sequence[Option], name: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -48,11 +49,12 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
 
 
+_AND = "\n"  # between names in the text of one fact
 NOT_PROBED = "it did not run a second time when the run was recorded, so nothing is known"
 PRESERVED = "the random state is preserved"
 
 _UNSAFE: dict[str, Callable[[str], str]] = {
-    m.BUFFER: lambda text: f"buffer `{text}` changes, and would change twice",
+    m.BUFFER: lambda text: _buffers(text.split(_AND)),
     m.ATTRIBUTE: lambda text: f"attribute `{text}` changes, and would change twice",
     m.VARIABLE: lambda text: f"variable `{text}`, outside the function, changes, and would change twice",
     m.ARGUMENT: lambda text: f"what it is given as `{text}` changes, and would change twice",
@@ -122,12 +124,31 @@ def _called(trace: Trace) -> set[str]:
 def _verdict(path: str, about: set[tuple[str, str, str | None]]) -> Verdict:
     if not any(kind == m.PROBED for kind, _, _ in about):
         return Verdict(path, Safety.UNSAFE, reasons=(Reason(NOT_PROBED, None),))
-    reasons = {Reason(_UNSAFE[kind](text), line) for kind, text, line in about if kind in _UNSAFE}
+    reasons = {Reason(_UNSAFE[kind](text), line) for kind, text, line in _joined(about) if kind in _UNSAFE}
     if reasons:
         ordered = sorted(reasons, key=lambda reason: (reason.line or "", reason.text))
         return Verdict(path, Safety.UNSAFE, reasons=tuple(ordered))
     conditions = sorted({_SAFE_WITH[kind](text) for kind, text, _ in about if kind in _SAFE_WITH})
     return Verdict(path, Safety.SAFE_WITH if conditions else Safety.SAFE, tuple(conditions))
+
+
+def _joined(about: set[tuple[str, str, str | None]]) -> Iterator[tuple[str, str, str | None]]:
+    """The facts, with the buffers of one module that change at one line as one: a batch norm has three."""
+    buffers: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for kind, text, line in about:
+        if kind == m.BUFFER:
+            buffers[text.rpartition(".")[0], line].append(text)
+        else:
+            yield kind, text, line
+    for (_, line), names in buffers.items():
+        yield m.BUFFER, _AND.join(sorted(names)), line
+
+
+def _buffers(names: Sequence[str]) -> str:
+    *most, last = (f"`{name}`" for name in names)
+    if not most:
+        return f"buffer {last} changes, and would change twice"
+    return f"buffers {', '.join(most)} and {last} change, and would change twice"
 
 
 def _course(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memdiag.plan import Option, Planning
+from memdiag.plan.names import BARE, BY_HAND, FRONTIER, USUAL
 from memdiag.report.layout import share
 from memdiag.report.picture import BYTE_UNITS, TIME_UNITS, save
 from memdiag.report.plans import script_name, usual_name
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 # Apart by shape, so that the picture reads in grey; the colours are those of the timeline.
 _USUAL = {
-    "none": ("X", "#000000"),
-    "every_block": ("s", "#D55E00"),
-    "every_2nd_block": ("^", "#CC79A7"),
-    "every_3rd_block": ("v", "#009E73"),
-    "by_hand": ("D", "#8CCEF2"),
+    BARE: ("X", "#000000"),
+    USUAL[1]: ("s", "#D55E00"),
+    USUAL[2]: ("^", "#CC79A7"),
+    USUAL[3]: ("v", "#009E73"),
+    BY_HAND: ("D", "#8CCEF2"),
 }
 _FRONTIER, _CHOSEN, _BUDGET = "#00558A", "#E69F00", "#404040"
 
@@ -64,12 +65,12 @@ def plans_figure(planning: Planning, about: dict[str, Any]) -> Figure:
             axes.plot(*at(option), marker=marker, markersize=6, linestyle="none", color=colour, zorder=4,
                       markeredgecolor="white", markeredgewidth=0.5,
                       label=_label(planning, option, usual_name(option.name)))
-    frontier = [planning.options[0], *(one for one in planning.options if one.name.startswith("frontier_"))]
+    frontier = [planning.options[0], *(one for one in planning.options if one.name.startswith(FRONTIER))]
     if len(frontier) > 1:
         x, y = zip(*map(at, frontier), strict=True)
         axes.plot(x, y, drawstyle="steps-post", color=_FRONTIER, linewidth=0.8, zorder=2)
         axes.plot(x[1:], y[1:], marker="o", markersize=3.5, linestyle="none", color=_FRONTIER, zorder=3,
-                  label="frontier_1 … frontier_" + frontier[-1].name.rpartition("_")[2])
+                  label=f"{FRONTIER}1 … {frontier[-1].name}")
     if chosen is not None:
         axes.plot(*at(chosen), marker="o", markersize=11, linestyle="none", markerfacecolor="none",
                   markeredgecolor=_CHOSEN, markeredgewidth=1.8, zorder=5, label=_label(planning, chosen, _what(chosen)))

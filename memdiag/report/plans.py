@@ -10,6 +10,7 @@ from typing import Any
 
 from memdiag.diagnose import Class, Diagnosis
 from memdiag.plan import ASKED_FOR, MOST_SAVED, OUTSIDE, UNUSED, WHOLE_MODEL, Option, Planning, Poor, Safety, Verdict
+from memdiag.plan.names import BARE
 from memdiag.plan.regions import Candidate
 from memdiag.policy import PLAN_GAINS, PLAN_HOLDERS, PLAN_LINES, PLAN_REASONS, PLAN_TOLERANCE
 from memdiag.report.json import SCHEMA_VERSION
@@ -66,7 +67,7 @@ def script_name(about: dict[str, Any]) -> str:
 
 def usual_name(name: str) -> str:
     """A plan's name in words: ``every_2nd_block`` is "every 2nd block"."""
-    return "as it is" if name == "none" else words(name)
+    return "as it is" if name == BARE else words(name)
 
 
 def _name(one: Candidate, path: str | None = None, short: bool = False) -> str:
@@ -74,13 +75,14 @@ def _name(one: Candidate, path: str | None = None, short: bool = False) -> str:
 
     Args:
         path: under which the module is shown together with others.
-        short: with a star in the place of what it keeps.
+        short: with a star and their number in the place of the operators that it keeps: in one step, that tells apart
+            what one module may keep.
     """
     first, *more = one.modules
     name = f"{first}…{more[-1].rpartition('.')[2]}" if more else path or first
     if not one.keep:
         return name
-    return f"{name}*" if short else f"{name} keeping {', '.join(one.keep)}"
+    return f"{name}*{len(one.keep)}" if short else f"{name} keeping {', '.join(one.keep)}"
 
 
 # --- sections ---------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def _table(planning: Planning) -> list[str]:
     keeps = any(one.keep for option in planning.options for one in option.plan.chosen)
     runs = any(len(one.modules) > 1 for option in planning.options for one in option.plan.chosen)
     return text + paragraph("`longer` is a share of the step's time; --choose NAME takes another plan, and prints it "
-                            "in full." + " *: keeps the results of some operators." * keeps
+                            "in full." + " *N: keeps the results of N operators." * keeps
                             + " 0…2: the modules 0 to 2 as one checkpoint; 0-2: each for itself." * runs
                             + " by_hand has a run of modules that only the script's own loop can make one checkpoint "
                               "of." * by_hand)

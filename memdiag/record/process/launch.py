@@ -133,11 +133,11 @@ def run(target: Target, watch: AbstractContextManager[Any], kept: SignalsKept) -
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with a status that :func:`run` returned."""
+    """Ends the process with a status that :func:`run` returned, or without a word as interrupted."""
     if status != INTERRUPTED:
         sys.exit(status)
     # The interpreter dies of SIGINT, after exit handlers, only where a KeyboardInterrupt comes out of the main
-    # program. Its traceback was shown when the script ended.
+    # program. A script's traceback was shown when it ended; one of ours would tell nothing.
     hook = sys.excepthook
 
     def once(*_: object) -> None:
