@@ -85,6 +85,11 @@ class Roots:
         root, below = self.of(path)
         return expression(below, root)
 
+    def built(self, paths: Iterable[str]) -> str:
+        """When modules are there, and what code calls the models that they are of."""
+        names = [f"`{name}`" for name in dict.fromkeys(self.of(path)[0] for path in paths)]
+        return f"Once the model{'s are' if len(names) > 1 else ' is'} built, as {', '.join(names)}"
+
     def given(self, names: Collection[str | None]) -> str:
         """What ``apply_plan`` is given for regions of these models: the one, or each by its name.
 
@@ -92,13 +97,16 @@ class Roots:
         >>> Roots([g, d]).given(["g", "g"]), Roots([g, d]).given(["g", "d"]), Roots().given([None])
         ('g', '{"g": g, "d": d}', 'model')
         """
-        several = set(names)
-        return self.variables.get(several.pop() or "", "model") if len(several) == 1 else self.mapping(names)
+        one = next(iter(names), None)
+        return self.mapping(names) if len(set(names)) > 1 else self.variables.get(one or "", "model")
 
     def mapping(self, names: Iterable[str | None]) -> str:
         """Models by their names, as code."""
         mine = [name for name in dict.fromkeys(names) if name is not None]
         return "{" + ", ".join(f'"{name}": {self.variables.get(name, name)}' for name in mine) + "}"
+
+
+ONE_MODEL = Roots()
 
 
 def keeping(keep: Sequence[str]) -> str:
@@ -138,7 +146,7 @@ def imports(regions: Iterable[Region], *more: str) -> list[str]:
     return [*own, *([""] if own and theirs else []), *theirs, *helper]
 
 
-def chain(region: Region, indices: bool, roots: Roots = Roots()) -> list[str]:
+def chain(region: Region, indices: bool, roots: Roots = ONE_MODEL) -> list[str]:
     """Modules that run one after the other, each given what the one before it returns, as one checkpoint.
 
     Args:
