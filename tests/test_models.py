@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from planned import sample
-from recording import Seen, record
+from recording import ROOT, Seen, record
 from torch import nn
 
 import memdiag
@@ -189,6 +194,67 @@ class TestPlan:
         assert said == names
         assert any({region["model"] for region in plan["regions"]} == names for plan in file["plans"])
 
+
+    def test_of_a_recording_that_does_not_know_its_models_there_is_a_plan_as_ever(self) -> None:
+        # GIVEN a run file of a recorder that did not note them
+        seen = record(lambda: gan(None), plan_step=PLANNED_STEP)
+        del seen.trace.about["models"]
+        file = json.loads(plans_to_json(plans(View(seen.trace), smallest=True), seen.trace.about))
+        regions = [region for plan in file["plans"] for region in plan["regions"]]
+        assert {region["model"] for region in regions} == {None}
+        # THEN one model takes what is its own, by the prefix that its modules have
+        plan = {**file, "plans": [{"regions": [region for region in regions if region["modules"] == ["d.net.0"]][:1]}],
+                "chosen": 0}
+        for model, given in ((d := Discriminator(), d), (d := Discriminator(), {"d": d})):
+            memdiag.apply_plan(given, plan)
+            assert exchanged(model) == ["net.0"]
+
+
+class TestCommand:
+    def test_it_says_what_to_write(self, tmp_path: Path) -> None:
+        # GIVEN a script with two models
+        (tmp_path / "gan.py").write_text(SCRIPT)
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run([sys.executable, "-m", "memdiag", "plan", *arguments], cwd=tmp_path, text=True,
+                                  capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+
+        # WHEN a plan with modules of both is made
+        done = run("--choose", "every_block", "--json", "plan.json", "-o", "run.mdiag", "gan.py")
+        assert done.returncode == 0, done.stderr
+        file = json.loads((tmp_path / "plan.json").read_text())
+        assert [(one["name"], one["class"]) for one in file["about"]["models"]] == [
+            ("g", "Sequential"), ("d", "Sequential")]
+        assert {(region["model"], *region["modules"]) for region in file["plans"][file["chosen"]]["regions"]} == {
+            ("g", "0"), ("g", "1"), ("d", "d.0"), ("d", "d.1")}
+        # THEN the next step is a line for both, which the script runs with
+        line = done.stderr.splitlines()[-1].strip().partition("  ")[0]
+        assert line == """memdiag.apply_plan({"g": g, "d": d}, 'plan.json')"""
+        script = SCRIPT.replace("# built", f"import memdiag; print(len({line}.regions))")
+        (tmp_path / "gan.py").write_text(script)
+        assert "4\n" in subprocess.run([sys.executable, "gan.py"], cwd=tmp_path, text=True, capture_output=True,
+                                       env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True).stdout
+        # AND written by hand, both have their names
+        code = run("run.mdiag", "--choose", "every_block", "--emit", "code").stdout
+        assert "Once the models are built, as `g`, `d`" in code
+        assert re.search(r"    g\[0\],\n    g\[1\],\n    d\[0\],\n    d\[1\],\n", code)
+
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+g, d = (nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
+        for _ in range(2))
+# built
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (g, d)]
+for step in range(4):
+    loss = d(g(torch.randn(256, 64))).square().mean()
+    loss.backward()
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
+"""
 
 BOTH = [{"modules": ["net.0"], "kind": "full", "keep": [], "model": "g"},
         {"modules": ["d.net.1", "d.net.2"], "kind": "full", "keep": [], "model": "d"}]
