@@ -11,7 +11,7 @@ from memdiag.version import __version__
 __all__ = ["__version__", "apply_plan", "load", "profile"]
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
@@ -70,7 +70,9 @@ def load(path: str | os.PathLike[str]) -> Trace:
     return load(path)
 
 
-def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
+def apply_plan(
+    model: nn.Module | Mapping[str, nn.Module], plan: Plan, *, allow_unsafe: Collection[str] = ()
+) -> Applied:
     """Makes the regions of a plan run as checkpoints, by ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``.
 
     The model is changed in place: the modules get a ``forward`` of their own. Where gradients are off they run as
@@ -78,7 +80,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
     too, and ``torch.compile`` and ``DistributedDataParallel`` take it as it is.
 
     Args:
-        model: whose ``named_modules()`` the plan names.
+        model: whose ``named_modules()`` the plan names; of a plan for several models each of them by its name in the
+            script that was planned.
         plan: path of a plan file, of which the chosen plan is applied; what such a file holds; or module paths, each
             of which becomes a region. Ranges (``blocks.0-11``) and patterns (``blocks.*.mlp``) are as many regions as
             they match modules.
@@ -94,6 +97,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = 
 
         model = Model()
         memdiag.apply_plan(model, "plan.json")
+        memdiag.apply_plan({"g": g, "d": d}, "plan.json")  # modules of both are in the plan
     """
     from memdiag.apply import apply_plan
 

@@ -33,6 +33,7 @@ from memdiag.emit.compile import compile_, kept_bytes
 from memdiag.emit.diff import diff
 from memdiag.emit.fsdp import fsdp
 from memdiag.emit.hf import hf
+from memdiag.emit.pieces import Roots
 from memdiag.emit.sites import Sites, sites
 from memdiag.errors import MemdiagError
 from memdiag.plan import Reason, Safety, Verdict, plans
@@ -43,6 +44,7 @@ from memdiag.plan.step import Step, planned_step
 from memdiag.record.options import PLANNED_STEP
 from memdiag.trace import Kind
 from memdiag.trace.model import RECOMPUTE
+from memdiag.trace.models import Model, models
 from memdiag.trace.view import View
 
 MODEL = '''\
@@ -391,14 +393,14 @@ def spliced(source: str, text: str) -> str:
     return head + "".join(lines)
 
 
-def after_the_model(source: str, text: str) -> str:
-    """A script with emitted code once the model is built, and what that imports where the script begins."""
+def after_the_model(source: str, text: str, last: str = "model") -> str:
+    """A script with emitted code once the last model is built, and what that imports where the script begins."""
     lines, top = text.splitlines(keepends=True), ""
     for node in reversed(ast.parse(text).body):
         if isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") == "overloads":
             top = "".join(lines[node.lineno - 1:node.end_lineno]) + top
             del lines[node.lineno - 1:node.end_lineno]
-    built = re.search(r"^    model = .*\n", source, flags=re.MULTILINE)
+    built = re.search(rf"^    {last} = .*\n", source, flags=re.MULTILINE)
     assert built is not None
     return top + source[:built.end()] + textwrap.indent("".join(lines), "    ") + source[built.end():]
 
@@ -468,6 +470,108 @@ class TestFSDP:
         _, before = plain
         imported("torch.distributed.fsdp.wrap", "wrap")  # which applying the wrapper needs
         assert_does_as_planned(write(tmp_path, after_the_model(MODEL, fsdp(plan, "A plan."))), before, plan)
+
+
+SEVERAL = """\
+import torch
+from torch import nn
+
+
+def stage():
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(stage() for _ in range(3)))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList(stage() for _ in range(3))
+
+    def forward(self, x):
+        for one in self.net:
+            x = one(x)
+        return x
+
+
+def train():
+    torch.manual_seed(0)
+    g = Generator()
+    d = Critic()
+    of_g, of_d = torch.optim.SGD(g.parameters(), lr=0.1), torch.optim.SGD(d.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        fake = g(torch.randn(256, 32))
+        critic = d(fake.detach()).square().mean()
+        critic.backward()
+        of_d.step()
+        of_d.zero_grad()
+        loss = d(fake).square().mean()
+        loss.backward()
+        of_g.step()
+        of_g.zero_grad()
+        of_d.zero_grad()
+        losses += [critic.item(), loss.item()]
+    return losses
+"""
+
+
+class TestSeveralModels:
+    PLANS = (regions("net.0", "d.net.1"), regions("net.0 net.1", "d.net.2.0", "d.net.0"), regions("d.net.0"))
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Ran]:
+        folder = tmp_path_factory.mktemp("several")
+        return str(folder / "train.py"), ran(write(folder, SEVERAL), planned=True)
+
+    @pytest.mark.parametrize("plan", PLANS)
+    @pytest.mark.parametrize("form", [code, fsdp])
+    def test_once_they_are_built_the_script_does_as_planned(
+        self, several: tuple[str, Ran], tmp_path: Path, plan: list[Region], form: Callable[..., str]
+    ) -> None:
+        recorded, before = several
+        roots = Roots(models(before.seen.trace.about))
+        if form is code:
+            text = code(moved(before.sites, recorded, tmp_path / "gone.py"), plan, str(tmp_path), "A plan.",
+                        chains(before.seen.trace), roots)
+        elif all(len(one.modules) == 1 for one in plan):
+            imported("torch.distributed.fsdp.wrap", "wrap")
+            text = fsdp(plan, "A plan.", roots)
+        else:
+            return
+        assert_does_as_planned(write(tmp_path, after_the_model(SEVERAL, text, "d")), before, plan)
+
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_the_script_with_a_diff_does_as_planned(
+        self, several: tuple[str, Ran], tmp_path: Path, plan: list[Region]
+    ) -> None:
+        _, before = several
+        script = write(tmp_path, SEVERAL)
+        applied(script, written(before, plan, Path(several[0]).parent))
+        assert_does_as_planned(script, before, plan)
+
+    def test_a_model_without_a_variable_goes_by_a_name_that_is_said(self) -> None:
+        roots = Roots([Model("Net", "Net", "", False, 1), Model("one.1", "Net", "one.1", False, 1),
+                       Model("Lambda", "Lambda", "Lambda", False, 1), Model("model", "Net", "model", True, 1)])
+        assert roots.built(["0", "one.1.0", "Lambda.0"]) == "Once the models are built, as `model_`, `one_1`, `lambda_`"
+        assert [roots.expression(path) for path in ("a.0", "one.1.0", "model.x.2")] == [
+            "model_.a[0]", "one_1[0]", "model.x[2]"]
+
+    def test_transformers_has_switches_for_one(self, several: tuple[str, Ran]) -> None:
+        _, before = several
+        roots = Roots(models(before.seen.trace.about))
+        with pytest.raises(MemdiagError, match="modules of g and d, and Transformers switches"):
+            hf(before.sites, regions("net.0", "d.net.0"), "A plan.", roots)
+        text = hf(before.sites, regions("d.net.0", "d.net.1", "d.net.2"), "A plan.", roots)
+        assert "d.activation_checkpointing_enable(activation_checkpointing_kwargs={\"use_reentrant\": False})" in text
 
 
 LLAMA = """\

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memdiag.apply.operators import Keep
+from memdiag.apply.place import place
 from memdiag.apply.read import Plan, Region, read
 from memdiag.apply.regions import Chained, Checkpointed, is_chain
 from memdiag.emit.pieces import CHECKPOINT, are_indices, chain, imports
@@ -21,10 +22,10 @@ Forward = Checkpointed | Chained
 
 @dataclass(frozen=True)
 class Applied:
-    """A plan on a model.
+    """A plan on a model, or on several.
 
     Attributes:
-        regions: what runs as checkpoints.
+        regions: what runs as checkpoints, by names of the model that each is of.
     """
 
     regions: list[Region]
@@ -48,43 +49,45 @@ class Applied:
         self._forwards.clear()
 
 
-def apply_plan(model: nn.Module, plan: Plan, *, allow_unsafe: Collection[str] = ()) -> Applied:
+def apply_plan(
+    model: nn.Module | Mapping[str, nn.Module], plan: Plan, *, allow_unsafe: Collection[str] = ()
+) -> Applied:
     """As ``memdiag.apply_plan``."""
-    regions = _named_here(model, _spelled(model, read(plan, allow_unsafe)))
-    if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
+    placed = [(region, root) for one, root in place(model, *read(plan, allow_unsafe)) for region in _spelled(root, one)]
+    models = list(model.values()) if isinstance(model, Mapping) else [model]
+    if any(isinstance(vars(module).get("forward"), Forward) for one in models for module in one.modules()):
         raise MemdiagError("the model has a plan already; undo() that one first")
     if not isinstance(plan, Sequence) or isinstance(plan, str):
-        _refuse_of_another(model, regions)
-    found = [[_module(model, path) for path in region.modules] for region in regions]
-    _refuse_twice(regions)
-    exchanged: list[tuple[nn.Module, Region, list[nn.Module]]] = []
-    for region, modules in zip(regions, found, strict=True):
-        owner = modules[0] if len(modules) == 1 else _container(model, region)
-        _refuse(region, owner, modules)
-        exchanged.append((owner, region, modules))
+        for one in models:
+            _refuse_of_another(one, [region for region, root in placed if root is one])
+    exchanged = []
+    for region, root in placed:
+        try:
+            exchanged.append(_exchange(root, region))
+        except MemdiagError as error:
+            raise MemdiagError(f"{region.model}: {error}" if isinstance(model, Mapping) else str(error)) from None
+    _refuse_twice(placed)
     _refuse_nested(exchanged)
     forwards = _forwards(exchanged)
     for module, forward in forwards:
         module.forward = forward
-    return Applied(regions, forwards)
+    return Applied([region for region, _ in placed], forwards)
 
 
-def _spelled(model: nn.Module, regions: list[Region]) -> list[Region]:
-    """The regions, those of one module that stands for several as one region each."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    return [replace(region, modules=modules) for region in regions for modules in (
-        [region.modules] if len(region.modules) > 1 else [(path,) for path in matching(region.modules[0], names)])]
+def _spelled(root: nn.Module, region: Region) -> list[Region]:
+    """A region; one of one module that stands for several as one region each."""
+    if len(region.modules) > 1:
+        return [region]
+    names = [name for name, _ in root.named_modules(remove_duplicate=False)]
+    return [replace(region, modules=(path,)) for path in matching(region.modules[0], names)]
 
 
-def _named_here(model: nn.Module, regions: list[Region]) -> list[Region]:
-    """The regions by the model's own names. Where a script has several models, a plan has the name of a variable before
-    those of all but the first."""
-    names = {path.partition(".")[0] for region in regions for path in region.modules}
-    if len(names) != 1 or names <= {"", *(name for name, _ in model.named_children())}:
-        return regions
-    here = [replace(region, modules=tuple(path.partition(".")[2] for path in region.modules)) for region in regions]
-    there = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
-    return here if there.issuperset(path for region in here for path in region.modules) else regions
+def _exchange(root: nn.Module, region: Region) -> tuple[nn.Module, Region, list[nn.Module]]:
+    """Whose forward is exchanged for a region, and the modules of the region."""
+    modules = [_module(root, path) for path in region.modules]
+    owner = modules[0] if len(modules) == 1 else _container(root, region)
+    _refuse(region, owner, modules)
+    return owner, region, modules
 
 
 def _refuse_of_another(model: nn.Module, regions: list[Region]) -> None:
@@ -132,12 +135,13 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _refuse_twice(regions: Iterable[Region]) -> None:
+def _refuse_twice(placed: Iterable[tuple[Region, nn.Module]]) -> None:
     seen = set()
-    for path in (path for region in regions for path in region.modules):
-        if path in seen:
-            raise MemdiagError(f"{path or 'the whole model'}: is in the plan twice")
-        seen.add(path)
+    for region, root in placed:
+        for path in region.modules:
+            if (root, path) in seen:
+                raise MemdiagError(f"{path or 'the whole model'}: is in the plan twice")
+            seen.add((root, path))
 
 
 def _container(model: nn.Module, region: Region) -> nn.Sequential:
@@ -188,6 +192,7 @@ def _refuse(region: Region, owner: nn.Module, modules: Iterable[nn.Module]) -> N
 
 def _refuse_nested(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -> None:
     """Refuses regions inside one another, and modules in two regions, by whatever names they go."""
+    several = len({region.model for _, region, _ in exchanged}) > 1
     within: dict[nn.Module, list[Region]] = {}
     for _, region, modules in exchanged:
         for inner in {inner for module in modules for inner in module.modules()}:
@@ -195,5 +200,6 @@ def _refuse_nested(exchanged: list[tuple[nn.Module, Region, list[nn.Module]]]) -
     for owner, region, _ in exchanged:
         for around in within.get(owner, ()):
             if around is not region:
-                raise MemdiagError(f"{region}: is in {around} too, which is a region itself; regions cannot share "
+                one, other = (f"{each} of {each.model}" if several else each for each in (region, around))
+                raise MemdiagError(f"{one}: is in {other} too, which is a region itself; regions cannot share "
                                    "modules or lie inside one another")

@@ -10,6 +10,7 @@ from typing import Any
 
 from memdiag.errors import MemdiagError
 from memdiag.runfile import is_run_file
+from memdiag.trace.models import Model, models
 
 SCHEMA_VERSION = 1
 """Of plan files: the newest that is understood."""
@@ -24,17 +25,20 @@ class Region:
     Attributes:
         modules: their qualified names, as in ``named_modules()``; several follow each other in one ``nn.Sequential``.
         keep: operators whose results are kept instead of computed again, such as ``aten::mm``.
+        model: whose modules they are, by its name in the script that was planned; None where that is not known.
     """
 
     modules: tuple[str, ...]
     keep: tuple[str, ...] = ()
+    model: str | None = None
 
     def __str__(self) -> str:
         return ", ".join(path or "the whole model" for path in self.modules)
 
 
-def read(plan: Plan, allow_unsafe: Collection[str] = ()) -> list[Region]:
-    """The regions of a plan; of several plans in a file those of the chosen one.
+def read(plan: Plan, allow_unsafe: Collection[str] = ()) -> tuple[list[Region], list[Model]]:
+    """The regions of a plan, of several plans in a file those of the chosen one; and the models of the script that was
+    planned, as far as the plan tells.
 
     Raises:
         MemdiagError: it is not a plan, is of a newer schema, or has a region that is unsafe and not allowed.
@@ -55,10 +59,10 @@ def read(plan: Plan, allow_unsafe: Collection[str] = ()) -> list[Region]:
             raise MemdiagError(f"{os.fspath(plan)}: is not a plan file, for it is not JSON ({error})") from error
     if not isinstance(plan, Sequence) or isinstance(plan, bytes) or not all(isinstance(path, str) for path in plan):
         raise MemdiagError("a plan is the path of a plan file, what such a file holds, or a list of module paths")
-    return [Region((path,)) for path in plan]
+    return [Region((path,)) for path in plan], []
 
 
-def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> list[Region]:
+def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> tuple[list[Region], list[Model]]:
     version = held.get("schema_version") if isinstance(held, Mapping) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise MemdiagError(f"{source}: is of a newer memdiag (schema version {version}; this one reads up to "
@@ -72,6 +76,7 @@ def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> list[Regio
         if not isinstance(chosen, int) or chosen < 0:
             raise ValueError(f"chosen is {chosen!r}")
         regions = [_region(region) for region in held["plans"][chosen]["regions"]]
+        known = models(held.get("about") or {})
         unsafe = {one["module"]: "; ".join(why["text"] + (f" ({why['line']})" if why["line"] else "")
                                            for why in one["reasons"])
                   for one in held.get("safety", ()) if one["verdict"] == "unsafe"}
@@ -84,7 +89,7 @@ def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> list[Regio
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise MemdiagError(f"{refused[0]}: is unsafe to run twice: {unsafe[refused[0]]}{more}. To apply the plan all "
                            f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}")
-    return regions
+    return regions, known
 
 
 def _region(held: Mapping[str, Any]) -> Region:
@@ -94,4 +99,7 @@ def _region(held: Mapping[str, Any]) -> Region:
     names = (*modules, *keep)
     if not modules or isinstance(modules, str) or isinstance(keep, str) or not all(isinstance(n, str) for n in names):
         raise ValueError(f"a region of the modules {modules!r}")
-    return Region(tuple(modules), tuple(keep))
+    model = held.get("model")
+    if model is not None and not isinstance(model, str):
+        raise ValueError(f"a region of the model {model!r}")
+    return Region(tuple(modules), tuple(keep), model)

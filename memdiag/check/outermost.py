@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from memdiag.apply import apply_plan
 from memdiag.check.spec import Regions
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 from memdiag.record.facts import plain
 from memdiag.record.frames import locals_of
 from memdiag.record.hooks.modules import Names, tensors_in
@@ -106,18 +106,11 @@ class Outermost:
         mine = [(modules, keep) for modules, keep in self._wanted if all(module in here for module in modules)]
         self._wanted = [region for region in self._wanted if region not in mine]
         for pattern in self._patterns:
-            for name in here:
-                if _matches(name, pattern):
-                    self._patterns[pattern] += 1
-                    mine.append(((name,), ()))
+            matched = [name for name in matching(pattern, here) if name in here]
+            self._patterns[pattern] += len(matched)
+            mine += [((name,), ()) for name in matched]
         if mine:
             apply_plan(root, {"schema_version": 1, "chosen": 0, "plans": [{"regions": [
                 {"modules": [here[module] for module in modules], "kind": "selective" if keep else "full",
                  "keep": list(keep)} for modules, keep in mine]}]})
             self.put_in += mine
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """A wildcard stands for part of one name between dots."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

@@ -20,7 +20,7 @@ class Regions:
 
     Attributes:
         regions: module names of each, with the operators that it keeps.
-        patterns: module names with wildcards, each of which is a region by itself.
+        patterns: ranges and patterns of module names; each module that they stand for is a region by itself.
     """
 
     regions: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()

@@ -121,7 +121,7 @@ def _request(
     if plan_file is not None:
         from memdiag.apply.read import read
 
-        chosen = read(plan_file, allow)
+        chosen, _ = read(plan_file, allow)
         if not chosen:
             raise MemdiagError(f"{plan_file}: its chosen plan has no checkpoint; choose another with `memdiag plan "
                                "--choose NAME --json FILE`")

@@ -202,15 +202,20 @@ def _script(
     script, outputs = prepare(
         target, args, is_module, output=output, plot=plot, json_file=json_file, text=True, quiet=quiet, force=force)
     options = Options(stop_after=PLANNED_STEP + 1, plan_step=PLANNED_STEP, progress=outputs.shown)
+    told: list[str] = []
     return functools.partial(
-        run, script, options, outputs, functools.partial(_tell, wish), functools.partial(_following, wish),
+        run, script, options, outputs, functools.partial(_tell, wish, told), functools.partial(_following, wish, told),
         answers=True)
 
 
-def _tell(wish: _Wish, trace: Trace, outputs: Outputs) -> None:
+def _tell(wish: _Wish, told: list[str], trace: Trace, outputs: Outputs) -> None:
+    """Args:
+        told: gets what ``apply_plan`` is given in the script.
+    """
     with outputs.failing("the plan"):
         with outputs.working("planning"):
             planning = wish.planning(trace)
+        told.append(_models(planning, trace))
         if planning.chosen is None:
             outputs.fail(FAILED)
         if outputs.text:
@@ -219,14 +224,24 @@ def _tell(wish: _Wish, trace: Trace, outputs: Outputs) -> None:
         outputs.put_picture(lambda path: _draw(planning, trace, path))
 
 
-def _following(wish: _Wish, outputs: Outputs) -> str:
+def _models(planning: Planning, trace: Trace) -> str:
+    from memdiag.emit.pieces import Roots
+    from memdiag.trace.models import model_of, models
+
+    known = models(trace.about)
+    regions = [] if planning.chosen is None else planning.options[planning.chosen].plan.chosen
+    owners = [model_of(one.modules[0], known) for one in regions]
+    return Roots(known).given([None if one is None else one.name for one in owners])
+
+
+def _following(wish: _Wish, told: list[str], outputs: Outputs) -> str:
     run_file = str(outputs.run)
     if outputs.status == FAILED:
         return shlex.join(["memdiag", "diagnose", run_file])
     if outputs.status:
         return shlex.join(["memdiag", "report", run_file])
     if isinstance(outputs.json, Path):
-        return f"memdiag.apply_plan(model, {str(outputs.json)!r})    # in the script"
+        return f"memdiag.apply_plan({told[0]}, {str(outputs.json)!r})    # in the script"
     return shlex.join(["memdiag", "plan", run_file, *wish.options, "--json", "plan.json"])
 
 

@@ -11,13 +11,14 @@ from memdiag.emit.pieces import (
     CHECKPOINT,
     METHOD,
     NEEDS,
+    ONE_MODEL,
     PARTIAL,
     Region,
+    Roots,
     Run,
     are_indices,
     arguments,
     chain,
-    expression,
     imports,
     runs_in,
     sequential_forward,
@@ -25,7 +26,10 @@ from memdiag.emit.pieces import (
 from memdiag.emit.sites import Sites, shown
 
 
-def code(where: Sites, regions: Sequence[Region], folder: str, head: str, chains: Collection[str] = ()) -> str:
+def code(
+    where: Sites, regions: Sequence[Region], folder: str, head: str, chains: Collection[str] = (),
+    roots: Roots = ONE_MODEL,
+) -> str:
     """What to write, and in place of what.
 
     Where a line of the script calls a module, and can be rewritten for what is in the plan alone, it is. Modules that
@@ -36,6 +40,7 @@ def code(where: Sites, regions: Sequence[Region], folder: str, head: str, chains
         folder: that files are named relative to.
         head: what the plan is, in a line.
         chains: paths of modules that run what is in them one after the other, and do nothing else.
+        roots: the models of the script.
     """
     found = edits(where, regions)
     left = [(region, found.refused[number].replace(os.path.join(folder, ""), ""))
@@ -46,25 +51,23 @@ def code(where: Sites, regions: Sequence[Region], folder: str, head: str, chains
     lines = [f"# {head}", f"# Needs {NEEDS}.", "", *imports(regions, CHECKPOINT, *more), *_statements(found, folder)]
     for keep in dict.fromkeys(region.keep for region, _ in alone):
         mine = [(region.modules[0], why) for region, why in alone if region.keep == keep]
-        lines += ["", f"# {_ONCE}. No line can be rewritten for these:"]
+        lines += ["", f"# {roots.built(path for path, _ in mine)}. No line can be rewritten for these:"]
         lines += _reasons(f"{path}: {why}" for path, why in mine)
-        lines += ["for module in (", *(f"    {expression(path)}," for path, _ in mine), "):",
+        lines += ["for module in (", *(f"    {roots.expression(path)}," for path, _ in mine), "):",
                   f"    module.forward = partial(checkpoint, module.forward, {arguments(keep)})"]
     alike: dict[tuple[Run, ...], list[str]] = {}
     for container, those in runs.items():
         alike.setdefault(tuple(those), []).append(container)
     for same, containers in alike.items():
         what = (containers[0] or "the model") if len(containers) == 1 else f"each of {len(containers)} that are alike"
-        lines += ["", f"# {_ONCE}. PyTorch runs the modules of {what}:", *sequential_forward("forward", same), "",
-                  *_set_forward([expression(container) for container in containers])]
+        lines += ["", f"# {roots.built(containers)}. PyTorch runs the modules of {what}:",
+                  *sequential_forward("forward", same), "",
+                  *_set_forward([roots.expression(container) for container in containers])]
     for region, why in left:
         if len(region.modules) > 1 and not runs_in([region], chains):
             lines += ["", f"# In place of what calls {', '.join(region.modules)}, with the arguments that they take:",
-                      *_reasons([why]), *chain(region, are_indices(region.modules))]
+                      *_reasons([why]), *chain(region, are_indices(region.modules), roots)]
     return "\n".join(lines) + "\n"
-
-
-_ONCE = "Once the model is built, as `model`"
 
 
 def _set_forward(names: Sequence[str]) -> list[str]:

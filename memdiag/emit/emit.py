@@ -10,9 +10,11 @@ from memdiag.emit.compile import compile_
 from memdiag.emit.diff import diff
 from memdiag.emit.fsdp import fsdp
 from memdiag.emit.hf import hf
+from memdiag.emit.pieces import Roots
 from memdiag.emit.sites import sites
 from memdiag.plan import Planning
 from memdiag.plan.safety import chains
+from memdiag.trace.models import models
 from memdiag.trace.view import View
 from memdiag.units import format_bytes
 
@@ -35,14 +37,15 @@ def emit(form: str, planning: Planning, run: View) -> str:
     unsafe = sorted(planning.allowed.intersection(path for region in regions for path in region.modules))
     if unsafe:
         head += f" Unsafe to run twice, and allowed: {', '.join(unsafe)}."
+    roots = Roots(models(run.trace.about))
     if form == "code":
-        return code(sites(run), regions, folder, head, chains(run.trace))
+        return code(sites(run), regions, folder, head, chains(run.trace), roots)
     if form == "diff":
         return diff(sites(run), regions, folder, head, chains(run.trace))
     if form == "compile":
         return compile_(planning.step, regions, head)
     if form == "fsdp":
         refuse_runs(regions, "the wrapper")
-        return fsdp(regions, head)
+        return fsdp(regions, head, roots)
     refuse_runs(regions, "Transformers")
-    return hf(sites(run), regions, head)
+    return hf(sites(run), regions, head, roots)

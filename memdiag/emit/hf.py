@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memdiag.emit.pieces import Region, imports, keeping
+from memdiag.emit.pieces import ONE_MODEL, Region, Roots, imports, keeping
 from memdiag.emit.sites import Sites
 from memdiag.errors import MemdiagError
 
@@ -12,7 +12,7 @@ _ENABLE, _EVERY = "5.23", "5.16"
 """The first versions whose source has activation_checkpointing_enable(), and every_n_layers."""
 
 
-def hf(where: Sites, regions: Sequence[Region], head: str) -> str:
+def hf(where: Sites, regions: Sequence[Region], head: str, roots: Roots = ONE_MODEL) -> str:
     """Switches on the checkpoints that layers of Transformers have.
 
     Its argument makes all layers checkpoints, or every n-th. A plan that is neither sets the switch of each layer.
@@ -20,12 +20,19 @@ def hf(where: Sites, regions: Sequence[Region], head: str) -> str:
     Args:
         regions: of one module each.
         head: what the plan is, in a line.
+        roots: the models of the script.
 
     Raises:
-        MemdiagError: it has other modules than layers, or keeps different operators in different ones.
+        MemdiagError: it has other modules than layers, or of several models, or keeps different operators in different
+            ones.
     """
-    paths = [region.modules[0] for region in regions]
-    layers = _layers(where)
+    models = list(dict.fromkeys(roots.of(region.modules[0])[0] for region in regions))
+    if len(models) > 1:
+        raise MemdiagError(f"the plan has modules of {' and '.join(models)}, and Transformers switches checkpoints on "
+                           "in one model; --emit code writes the plan, memdiag.apply_plan applies it")
+    (model,) = models
+    paths = [roots.of(region.modules[0])[1] for region in regions]
+    layers = [below for root, below in map(roots.of, _layers(where)) if root == model]
     others = [path for path in paths if path not in layers]
     if others:
         raise MemdiagError(
@@ -42,9 +49,9 @@ def hf(where: Sites, regions: Sequence[Region], head: str) -> str:
     if every is None:
         lines += ["# Transformers' own argument makes all layers checkpoints, or every n-th: it cannot say this plan.",
                   "# So the layers are switched one by one; a Trainer's arguments must leave it to that.",
-                  *_needs(""), "", *imports(regions, _LAYER), "", _enable(settings, ""),
+                  *_needs(model, ""), "", *imports(regions, _LAYER), "", _enable(model, settings, ""),
                   "chosen = {", *(f'    "{path}",' for path in paths), "}",
-                  "for name, layer in model.named_modules():",
+                  f"for name, layer in {model}.named_modules():",
                   "    if isinstance(layer, GradientCheckpointingLayer):",
                   "        layer.gradient_checkpointing = name in chosen",
                   "        chosen.discard(name)",
@@ -52,19 +59,20 @@ def hf(where: Sites, regions: Sequence[Region], head: str) -> str:
     else:
         nth = "" if every == 1 else f", every_n_layers={every}"
         arguments = settings if every == 1 else f'{settings[:-1]}, "every_n_layers": {every}}}'
-        lines += [*_needs(nth), "", *imports(regions), *([""] if keep else []), _enable(settings, nth), "",
+        lines += [*_needs(model, nth), "", *imports(regions), *([""] if keep else []),
+                  _enable(model, settings, nth), "",
                   "# Or, with a Trainer, in its TrainingArguments:",
                   f"# activation_checkpointing=True, activation_checkpointing_kwargs={arguments}"]
     return "\n".join(lines) + "\n"
 
 
-def _needs(nth: str) -> list[str]:
-    return [f"# Needs a model of Transformers {_ENABLE} or later, as `model`. Before that the names in it begin with",
+def _needs(model: str, nth: str) -> list[str]:
+    return [f"# Needs a model of Transformers {_ENABLE} or later, as `{model}`. Before that the names in it begin with",
             f"# gradient_ in place of activation_{f', and before {_EVERY} it has no every_n_layers' if nth else ''}."]
 
 
-def _enable(settings: str, nth: str) -> str:
-    return f"model.activation_checkpointing_enable(activation_checkpointing_kwargs={settings}{nth})"
+def _enable(model: str, settings: str, nth: str) -> str:
+    return f"{model}.activation_checkpointing_enable(activation_checkpointing_kwargs={settings}{nth})"
 
 
 _LAYER = "from transformers.modeling_layers import GradientCheckpointingLayer"

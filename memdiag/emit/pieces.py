@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
+
+from memdiag.trace.models import Model, model_of
 
 CHECKPOINT = "from torch.utils.checkpoint import checkpoint"
 PARTIAL = "from functools import partial"
@@ -48,6 +53,62 @@ def expression(path: str, root: str = "model") -> str:
     return root + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
 
 
+@dataclass(frozen=True)
+class Roots:
+    """The models of a script, as code that is written names them.
+
+    One goes by its variable; where that is not known, by ``model`` if its names stand bare, else by its own name in
+    small letters. Of a script of which no models are known there is one, ``model``.
+    """
+
+    models: Sequence[Model] = ()
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """By the names of the models."""
+        found = {one.name: one.name for one in self.models if one.variable}
+        for one in self.models:
+            if one.name not in found:
+                name = re.sub(r"\W", "_", one.name).lower() if one.prefix else "model"
+                while name in found.values() or keyword.iskeyword(name):
+                    name += "_"
+                found[one.name] = name
+        return found
+
+    def of(self, path: str) -> tuple[str, str]:
+        """What the model of a module goes by, and the module below it."""
+        one = model_of(path, self.models)
+        return ("model", path) if one is None else (self.variables[one.name], one.relative(path))
+
+    def expression(self, path: str) -> str:
+        """A module as it is written in code."""
+        root, below = self.of(path)
+        return expression(below, root)
+
+    def built(self, paths: Iterable[str]) -> str:
+        """When modules are there, and what code calls the models that they are of."""
+        names = [f"`{name}`" for name in dict.fromkeys(self.of(path)[0] for path in paths)]
+        return f"Once the model{'s are' if len(names) > 1 else ' is'} built, as {', '.join(names)}"
+
+    def given(self, names: Collection[str | None]) -> str:
+        """What ``apply_plan`` is given for regions of these models: the one, or each by its name.
+
+        >>> g, d = Model("g", "Net", "", True, 8), Model("d", "Net", "d", True, 8)
+        >>> Roots([g, d]).given(["g", "g"]), Roots([g, d]).given(["g", "d"]), Roots().given([None])
+        ('g', '{"g": g, "d": d}', 'model')
+        """
+        one = next(iter(names), None)
+        return self.mapping(names) if len(set(names)) > 1 else self.variables.get(one or "", "model")
+
+    def mapping(self, names: Iterable[str | None]) -> str:
+        """Models by their names, as code."""
+        mine = [name for name in dict.fromkeys(names) if name is not None]
+        return "{" + ", ".join(f'"{name}": {self.variables.get(name, name)}' for name in mine) + "}"
+
+
+ONE_MODEL = Roots()
+
+
 def keeping(keep: Sequence[str]) -> str:
     """What ``checkpoint()`` takes as ``context_fn`` to keep the results of operators. It needs :func:`imports`.
 
@@ -85,16 +146,16 @@ def imports(regions: Iterable[Region], *more: str) -> list[str]:
     return [*own, *([""] if own and theirs else []), *theirs, *helper]
 
 
-def chain(region: Region, indices: bool) -> list[str]:
+def chain(region: Region, indices: bool, roots: Roots = ONE_MODEL) -> list[str]:
     """Modules that run one after the other, each given what the one before it returns, as one checkpoint.
 
     Args:
         indices: whether they lie in a list in the order of their names, so that a slice of it has them.
     """
-    modules = f"({', '.join(expression(path) for path in region.modules)})"
+    modules = f"({', '.join(roots.expression(path) for path in region.modules)})"
     container, _, first = region.modules[0].rpartition(".")
     if indices:
-        modules = f"{expression(container)}[{first}:{int(first) + len(region.modules)}]"
+        modules = f"{roots.expression(container)}[{first}:{int(first) + len(region.modules)}]"
     return ["def run(x):", f"    for module in {modules}:", "        x = module(x)", "    return x", "",
             f"x = checkpoint(run, x, {arguments(region.keep)})"]
 

@@ -15,6 +15,7 @@ import numpy as np
 from memdiag.errors import MemdiagError
 from memdiag.trace import NONE, Kind
 from memdiag.trace.model import GRAD_ON, RECOMPUTE
+from memdiag.trace.models import Model, model_of, models
 from memdiag.trace.places import at
 from memdiag.trace.view import View
 
@@ -56,7 +57,7 @@ class Sites:
 def sites(run: View) -> Sites:
     """Read off a recording in full."""
     trace, nest = run.trace, run.nest
-    spans = trace["spans"]
+    spans, known = trace["spans"], models(trace.about)
     mine = (spans["kind"] == Kind.MODULE) & (spans["flags"] & GRAD_ON != 0) & (spans["flags"] & RECOMPUTE == 0)
     rows = np.flatnonzero(mine)
     parents = np.array([trace.span_row(int(parent)) for parent in spans["parent"][rows]], dtype=np.int64)
@@ -73,17 +74,18 @@ def sites(run: View) -> Sites:
             elsewhere.add(path)  # the line is that of a call further out
             continue
         file, _, number = text.rpartition(":")
-        by_line[file, int(number)][_called(path, trace.string(owner), bool(outer))] = None
+        by_line[file, int(number)][_called(path, trace.string(owner), bool(outer), known)] = None
     paths = [trace.text[name] for name in dict.fromkeys(spans["name"][rows].tolist())]
     return Sites({line: list(called) for line, called in by_line.items()}, frozenset(elsewhere), paths)
 
 
-def _called(path: str, owner: str | None, outermost: bool) -> Called:
+def _called(path: str, owner: str | None, outermost: bool, known: list[Model]) -> Called:
     relative: str | None = None
     if owner is not None and path.startswith(f"{owner}."):
         relative = path[len(owner) + 1:]
     elif owner is not None and outermost:  # a model goes by the name of its class; what is in it, without that
-        relative = path
+        model = model_of(path, known)
+        relative = path if model is None else model.relative(path)
     return Called(path, None if relative is None else tuple(relative.split(".")), owner)
 
 

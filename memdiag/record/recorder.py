@@ -46,6 +46,7 @@ from memdiag.record.stream import Stream, has_accelerator
 from memdiag.trace import NONE, Level, Role, Trace, Writer, load
 from memdiag.trace.file import PEAK_STEP
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, GRAPH_CYCLE, MIRRORS, UNCOLLECTED
+from memdiag.trace.models import as_facts
 
 _MANY_PARAMETERS = 32  # of an optimizer, from which two more cuts cost less than the shapes of what it works on
 _PROGRESS_SECONDS = 0.25
@@ -92,6 +93,7 @@ class Recorder:
         self._ending: dict[str, Any] = {}
         self._open_on: int | None = None  # the thread on which an operator was running when the stream was cut
         self._devices_told: list[str] = []
+        self._models_told: list[dict[str, Any]] = []
         self._away_since: int | None = None  # the step at which a profiler of the script's own took over
         self._last_progress = 0.0
         self._next_look = 1
@@ -367,6 +369,10 @@ class Recorder:
         if devices != self._devices_told:
             self._devices_told = devices
             self._writer.about({"devices": devices})
+        models = as_facts(self._modules.names.models.values())
+        if models != self._models_told:
+            self._models_told = models
+            self._writer.about({"models": models})
         self._rows.flush(self._writer)
         self._kept = self._loop.steps.closed
 

@@ -18,6 +18,7 @@ from memdiag.report.layout import facts, paragraph, room, share, table, words
 from memdiag.report.names import fold
 from memdiag.report.places import words as place_words
 from memdiag.trace import Role
+from memdiag.trace.models import Model, model_of, models
 from memdiag.trace.places import Place
 from memdiag.units import format_bytes, format_time
 
@@ -356,7 +357,7 @@ def _help(holder: str, lowest: Option, diagnosis: Diagnosis | None) -> list[str]
 
 def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
     """The same for machines: the contract of ``docs/json.md``."""
-    step, bare = planning.step, planning.bare
+    step, bare, known = planning.step, planning.bare, models(about)
     return json.dumps({
         "schema_version": SCHEMA_VERSION,
         "about": about,
@@ -364,12 +365,13 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
         "other_inputs": planning.other_inputs,
         "baseline": {"peak_bytes": bare.peak.bytes, "phase": planning.phase, "step_time_ns": step.work_ns},
         "budget_bytes": planning.budget,
-        "plans": [_plan(planning, option) for option in planning.options],
+        "plans": [_plan(planning, option, known) for option in planning.options],
         "chosen": planning.chosen,
         "floor": None if planning.floor is None else {
             "bytes": planning.floor.bytes, **_where(planning.floor.option),
             "holders": [{"what": what, "bytes": size} for what, size in planning.floor.holders]},
-        "gains": [{**_region(one.plan.chosen[0]), **_gain(planning, one), **_where(one)} for one in planning.gains],
+        "gains": [{**_region(one.plan.chosen[0], known), **_gain(planning, one), **_where(one)}
+                  for one in planning.gains],
         "poor_choices": [
             {"name": poor.name, "module": poor.module, "saved_bytes": poor.saved_bytes,
              "predicted": {"peak_bytes": poor.peak_bytes, "step_time_ns": step.work_ns + poor.again_ns},
@@ -382,11 +384,11 @@ def plans_to_json(planning: Planning, about: dict[str, Any]) -> str:
     }, indent=2, ensure_ascii=False)
 
 
-def _plan(planning: Planning, option: Option) -> dict[str, Any]:
+def _plan(planning: Planning, option: Option, known: Sequence[Model]) -> dict[str, Any]:
     plan = option.plan
     return {
         "name": option.name,
-        "regions": [{**_region(one), "gain": {"peak_bytes": gain, "step_time_ns": one.again_ns}}
+        "regions": [{**_region(one, known), "gain": {"peak_bytes": gain, "step_time_ns": one.again_ns}}
                     for one, gain in zip(plan.chosen, option.alone, strict=True)],
         "predicted": {
             "peak_bytes": plan.peak.bytes, **_where(option), "step_time_ns": planning.step.work_ns + plan.again_ns,
@@ -396,8 +398,10 @@ def _plan(planning: Planning, option: Option) -> dict[str, Any]:
     }
 
 
-def _region(one: Candidate) -> dict[str, Any]:
-    return {"modules": list(one.modules), "kind": "selective" if one.keep else "full", "keep": list(one.keep)}
+def _region(one: Candidate, known: Sequence[Model]) -> dict[str, Any]:
+    model = model_of(one.modules[0], known)
+    return {"modules": list(one.modules), "kind": "selective" if one.keep else "full", "keep": list(one.keep),
+            "model": None if model is None else model.name}
 
 
 def _gain(planning: Planning, one: Option) -> dict[str, int]:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, count
 from time import time_ns
 from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -24,6 +25,7 @@ from memdiag.record.marks import CLAIM, MODULE, OUTPUTS, Marks
 from memdiag.record.patch import replaced
 from memdiag.record.regions.state import CONTAINERS, items_of
 from memdiag.trace import Role
+from memdiag.trace.models import Model
 
 
 class Modules:
@@ -272,14 +274,20 @@ class Names:
     A model is found by what is called outermost; where that is a part of something bigger that is never called
     itself (``model["head"](x)``), by the variables in sight. The first model's names stand bare, of those
     that have a parameter to train; those of another begin with its variable's name or its class.
+
+    Attributes:
+        models: those that were named, in their order.
     """
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._prefix: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._root: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+        self._labels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of models that exist
+        self.models: dict[str, Model] = {}
         self.model_seen = False
-        self._bare = False  # a model's names stand bare
+        self._bare: Model | None = None  # the model whose names stand bare
+        self._children: set[str] = set()  # of that one
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
     def parameter(self, tensor: torch.Tensor, name: str) -> None:
@@ -312,17 +320,13 @@ class Names:
         if module in self._names:
             return
         variables = list(_modules_in_sight(frame))
-        root, label = module, next((name for name, found in variables if found is module), None)
-        for name, candidate in variables:
-            if candidate is not module and any(part is module for part in candidate.modules()):
-                root, label = candidate, name
-                break
-        label = label or type(root).__name__
-        root = unwrapped(root)
+        around = next((candidate for _, candidate in variables if candidate is not module and any(
+            part is module for part in candidate.modules())), module)
+        root = unwrapped(around)
         self.model_seen = self.model_seen or any(True for _ in root.parameters())
-        trained = any(parameter.requires_grad for parameter in root.parameters())
-        prefix = "" if trained and not self._bare else label
-        self._bare = self._bare or trained
+        prefix = self._prefix.get(root)
+        if prefix is None:
+            prefix = self._prefix_of(root, [name for name, found in variables if found is around or found is root])
         self._names.setdefault(module, type(module).__name__)
         self._root.setdefault(module, weakref.ref(root))
         for path, part in root.named_modules():
@@ -330,6 +334,28 @@ class Names:
             self._names.setdefault(part, name or type(root).__name__)
             self._prefix.setdefault(part, name)
             self._root.setdefault(part, weakref.ref(root))
+
+    def _prefix_of(self, root: nn.Module, variables: list[str]) -> str:
+        """What the names of a model begin with; the model is noted, unless it is but a function such as a loss."""
+        variables = [name for name in variables if name not in ("self", "cls", *self._children)]
+        label = next(iter(variables), type(root).__name__)
+        children = {name for name, _ in root.named_children()}
+        parameters = list(root.parameters())
+        if not parameters and not children:
+            return label
+        taken = {*self._labels.values(), *([self._bare.name] if self._bare is not None else [])}
+        label = next(name for name in chain(variables, [label], (f"{label}.{number}" for number in count(1)))
+                     if name not in taken)
+        bare = self._bare is None and taken.isdisjoint(children) and any(one.requires_grad for one in parameters)
+        # While torch.jit traces, sizes are tensors, and to ask for them is traced.
+        known = torch._C._get_tracing_state() is None and not any(map(is_lazy, parameters))
+        model = Model(label, type(root).__name__, "" if bare else label, label in variables,
+                      sum(one.numel() for one in parameters) if known else None)
+        self._labels[root] = label
+        self.models[label] = model
+        if bare:
+            self._bare, self._children = model, children
+        return model.prefix
 
 
 def unwrapped(root: nn.Module) -> nn.Module:
