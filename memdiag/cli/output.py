@@ -65,8 +65,8 @@ def working(what: str, stream: TextIO | None, quiet: bool) -> Iterator[None]:
     if not is_seen(stream, quiet):
         yield
         return
-    _write(stream, f"\rmemdiag: {what} ...\x1b[K")
     try:
+        _write(stream, f"\rmemdiag: {what} ...\x1b[K")
         yield
     finally:
         _write(stream, "\r\x1b[K")
