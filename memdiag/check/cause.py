@@ -125,9 +125,8 @@ def _scaled_loss(seen: _Seen) -> Cause | None:
         return Cause("the loss is computed in another way from equal outputs", f"{name}, while outputs of models are "
                      "equal", (name,))
     return Cause(f"the loss is {ratio:g} times that of the first run, though the models' outputs are equal: it is "
-                 "scaled "
-                 "once more or once less, such as by the number of micro-batches", f"{name}: {_values(pairs[0])}",
-                 (name,))
+                 "scaled once more or once less, such as by the number of micro-batches",
+                 f"{name}: {_values(pairs[0])}", (name,))
 
 
 def _diverges(seen: _Seen) -> Cause:
@@ -247,8 +246,8 @@ def _no_gradient(seen: _Seen) -> Cause | None:
         top = [name for name in off if not any(name.startswith(f"{other}.") for other in off)]
         return Cause(
             f"no gradient reaches {_some(lost)}: `{top[0]}` runs in a reentrant checkpoint whose inputs need no "
-            "gradient; "
-            "use use_reentrant=False", f"{proof}; and `{top[0]}` ran with gradients off and not again", tuple(top))
+            "gradient; use use_reentrant=False", f"{proof}; and `{top[0]}` ran with gradients off and not again",
+            tuple(top))
     return Cause(f"no gradient reaches {_some(lost)}: a tensor on the way is detached, or comes out of a reentrant "
                  "checkpoint in a container", proof, tuple(lost))
 
@@ -354,8 +353,8 @@ def _other_update(seen: _Seen) -> Cause:
     state = [pair for pair in pairs if ": " in pair.name]
     first = state[0] if state else pairs[0]
     return Cause("parameters are updated otherwise, from equal gradients and with equal settings: the state of the "
-                 "optimizer "
-                 "differs, or something else writes to parameters", f"{first.name}{_told(first)}", _names(pairs))
+                 "optimizer differs, or something else writes to parameters", f"{first.name}{_told(first)}",
+                 _names(pairs))
 
 
 def _other_schedule(seen: _Seen) -> Cause:
@@ -392,8 +391,8 @@ def why_failed(b: Run) -> Cause | None:
         told = f"`{lost[0]}` ran in its forward, and not when it ran again" if lost else (
             f"`{more[0]}` ran when it ran again, and not in its forward")
         return Cause(f"`{region}` took another path when it ran again for backward: its forward depends on something "
-                     "that "
-                     "it, or the script, had changed by then, such as a global variable or a counter", told, (region,))
+                     "that it, or the script, had changed by then, such as a global variable or a counter", told,
+                     (region,))
     return Cause(f"`{region}` did not save the same tensors when it ran again for backward: its forward depends on "
                  "something that had changed by then", "the number, shapes or types of the tensors that PyTorch "
                  "compared",

@@ -153,6 +153,8 @@ def check(request: Request, say: Callable[[str], None] = lambda text: None) -> C
     with arms(say) as started:
         try:
             found = _compare(request, started)
+        except _NoComparisonError as error:
+            return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error), output=error.output)
         except MemdiagError as error:  # the checkpoints cannot be put into the script's models
             return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error))
         if found.verdict is Verdict.COULD_NOT_RUN:
@@ -168,6 +170,14 @@ def check(request: Request, say: Callable[[str], None] = lambda text: None) -> C
     return found
 
 
+class _NoComparisonError(Exception):
+    """There is nothing to compare; what a run printed last."""
+
+    def __init__(self, reason: str, output: str | None = None) -> None:
+        super().__init__(reason)
+        self.output = output
+
+
 # --- the same training? -------------------------------------------------------------------------------------------
 
 
@@ -176,36 +186,11 @@ def _compare(request: Request, started: Arms) -> Check:
     if request.small is not None:
         script, second = replace(script, args=request.small), replace(second, args=request.small)
     with_checkpoints = "the other script" if request.other else "with checkpoints"
-
-    first = started.start("compare", script, None, request.steps, told="the script as it is")
-    a = first.run
-    problem = _no_baseline(first, a, request)
-    if problem is not None:
-        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=problem, output=first.last_lines())
-    def repeated() -> Run:
-        return started.start("compare", script, None, request.steps, told="as it is, again, for its noise").run
-
-    again = repeated()
-    other_beginning = began_otherwise(a, again)
-    if other_beginning:
-        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=(
-            f"two runs of the script as it is begin with other parameters ({other_beginning[0]}), though Python's, "
-            "NumPy's and PyTorch's random generators begin alike: does it go on from a file that an earlier run has "
-            "left, or seed itself by the time?"))
-    noise = places(a, again)
-    if noise:  # and the third tells more of how large it is
-        noise |= places(a, repeated())
-    inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
-    if inputs:
-        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, noise=len(noise), why_not=(
-            f"two runs of the script as it is are given other data ({inputs[0][1]}), though Python's, NumPy's and "
-            "PyTorch's random generators begin alike: nothing can be compared; take out what changes from run to run, "
-            "such as a seed from the time, or the order of files or of threads"))
+    a, noise = _baseline(script, request.steps, started)
     second_left = started.start("compare", second, request.regions, request.steps, told=with_checkpoints)
     b = second_left.run
     if b.problem is not None:
-        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=b.problem,
-                     output=second_left.last_lines())
+        raise _NoComparisonError(b.problem, second_left.last_lines())
 
     def values(step: int, wanted: Sequence[Pair], *, floor: bool = False) -> list[Left]:
         """Runs that keep values of what differs in a step."""
@@ -253,7 +238,37 @@ def _precision(a: Run) -> str:
     return ", ".join(kinds) + (f", autocast to {', '.join(casts)}" if casts else "")
 
 
-def _no_baseline(left: Left, a: Run, request: Request) -> str | None:
+def _baseline(script: Script, steps: int, started: Arms) -> tuple[Run, set[tuple[int, Key]]]:
+    """A run of the script as it is, and the places where others of it differ.
+
+    Raises:
+        _NoComparisonError: it fails, or is another training each time.
+    """
+    first = started.start("compare", script, None, steps, told="the script as it is")
+    a = first.run
+    problem = _problem(a)
+    if problem is not None:
+        raise _NoComparisonError(problem, first.last_lines())
+    again = started.start("compare", script, None, steps, told="the script as it is, again, for its noise").run
+    names = began_otherwise(a, again)
+    if names:
+        raise _NoComparisonError(
+            f"two runs of the script as it is begin with other parameters ({names[0]}), though Python's, NumPy's and "
+            "PyTorch's random generators begin alike: does it go on from a file that an earlier run has left, or seed "
+            "itself by the time?")
+    noise = places(a, again)
+    if noise:  # a third tells more of how large it is
+        noise |= places(a, started.start("compare", script, None, steps, told="as it is, for the third time").run)
+    inputs = [key for _, key in sorted(noise) if key[0] == Stage.INPUTS.value]
+    if inputs:
+        raise _NoComparisonError(
+            f"two runs of the script as it is are given other data ({inputs[0][1]}), though Python's, NumPy's and "
+            "PyTorch's random generators begin alike: nothing can be compared; take out what changes from run to run, "
+            "such as a seed from the time, or the order of files or of threads")
+    return a, noise
+
+
+def _problem(a: Run) -> str | None:
     """Why the script as it is cannot be compared with."""
     if a.problem is not None:
         return f"the script as it is: {a.problem}"
