@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -42,7 +43,7 @@ class Outermost:
         self._patterns = {} if regions is None else dict.fromkeys(regions.patterns, 0)
         self._refused = refused
         self._there: list[str] = []  # names of modules
-        self._thread = threading.get_ident()
+        self._thread, self._parent = threading.get_ident(), os.getppid()
         self._open: list[nn.Module] = []
         self._handles: list[Any] = []
         self.names = Names()
@@ -61,6 +62,11 @@ class Outermost:
         while self._handles:
             self._handles.pop().remove()
 
+    def alone(self) -> None:
+        """Ends the process where the check that has started it was killed: nobody waits for it any more."""
+        if os.getppid() != self._parent:
+            os._exit(1)
+
     def missing(self) -> list[str]:
         """Regions that no model had, and patterns that no module matched; each with names that are near."""
         lost = [", ".join(modules) for modules, _ in self._wanted] + [
@@ -73,6 +79,8 @@ class Outermost:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
+        if not self._open:
+            self.alone()
         if not self._open and module not in self.names:
             self.names.learn(module, sys._getframe(2))
             root = self.names.root_of(module)

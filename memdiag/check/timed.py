@@ -88,6 +88,7 @@ class Timed:
 
     def _step_ends(self) -> None:
         self._ends.append((worked_ns(), perf_counter_ns()))
+        self._outermost.alone()
         if self._steps.closed == _KNOWN:
             self._outermost.stop()
         if self._steps.closed >= self._spec.steps:
