@@ -20,6 +20,7 @@ from memdiag.record.process.signals import SignalsKept
 
 def main(folder: Path) -> None:
     """Runs the script as the folder's spec says; does not return."""
+    parent = os.getppid()
     spec = Spec.read(folder / SPEC)
     target = launch.Target(path=spec.path, module=spec.module, args=spec.args)
 
@@ -32,11 +33,11 @@ def main(folder: Path) -> None:
         if spec.what == "record":
             from memdiag.check.recorded import Recorded
 
-            return Recorded(spec, folder / RECORDED, target, refused)
+            return Recorded(spec, folder / RECORDED, target, refused, parent)
         if spec.what == "time":
             from memdiag.check.timed import Timed
 
-            return Timed(spec, folder / TIMES, refused)
+            return Timed(spec, folder / TIMES, refused, parent)
         from memdiag.check.watch import Watch
 
         keep = None
@@ -44,7 +45,7 @@ def main(folder: Path) -> None:
             from memdiag.check.values import Keeper
 
             keep = Keeper(folder / VALUES)
-        return Watch(spec, folder / RESULT, refused, keep)
+        return Watch(spec, folder / RESULT, refused, parent, keep)
 
     random.seed(SEED)
     watch: WhenTorchIsThere[Any] = WhenTorchIsThere(make)

@@ -29,6 +29,7 @@ class Outermost:
     Args:
         regions: what is made checkpoints; None for nothing.
         refused: called with the reason where they cannot be put in.
+        parent: id of the process that has started this one.
 
     Attributes:
         names: of modules, as in a recording.
@@ -38,12 +39,12 @@ class Outermost:
         found: called with each, once its checkpoints are in.
     """
 
-    def __init__(self, regions: Regions | None, refused: Callable[[str], None]) -> None:
+    def __init__(self, regions: Regions | None, refused: Callable[[str], None], parent: int) -> None:
         self._wanted = [] if regions is None else [(modules, keep) for modules, keep in regions.regions]
         self._patterns = {} if regions is None else dict.fromkeys(regions.patterns, 0)
         self._refused = refused
         self._there: list[str] = []  # names of modules
-        self._thread, self._parent = threading.get_ident(), os.getppid()
+        self._thread, self._parent = threading.get_ident(), parent
         self._open: list[nn.Module] = []
         self._handles: list[Any] = []
         self.names = Names()

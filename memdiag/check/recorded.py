@@ -18,12 +18,15 @@ class Recorded:
 
     Args:
         refused: called where they cannot be put in; ends the run.
+        parent: id of the process that has started this one.
     """
 
-    def __init__(self, spec: Spec, path: Path, target: Target, refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: Spec, path: Path, target: Target, refused: Callable[[str], None], parent: int
+    ) -> None:
         script = getattr(sys.modules["__main__"], "__file__", None)
         self._recorder = Recorder(path, Options(stop_after=spec.steps), target.argv, script)
-        self._outermost = Outermost(spec.regions, refused)
+        self._outermost = Outermost(spec.regions, refused, parent)
 
     def __enter__(self) -> Recorded:
         self._outermost.start()

@@ -31,11 +31,12 @@ class Timed:
         path: of the file that goes to the comparison: for each end of a step the time of work and of the day, in
             nanoseconds; and examples and steps of optimizers in a training step.
         refused: called where checkpoints cannot be put in; ends the run.
+        parent: id of the process that has started this one.
     """
 
-    def __init__(self, spec: Spec, path: Path, refused: Callable[[str], None]) -> None:
+    def __init__(self, spec: Spec, path: Path, refused: Callable[[str], None], parent: int) -> None:
         self._spec, self._path = spec, path
-        self._outermost = Outermost(spec.regions, refused)
+        self._outermost = Outermost(spec.regions, refused, parent)
         self._steps = Steps()
         self._thread = threading.get_ident()
         self._ends: list[tuple[int, int]] = []

@@ -50,15 +50,17 @@ class Watch:
         result: the file that digests go to.
         values: called with the key of an entry and its tensor or number, where values are wanted.
         refused: called where checkpoints cannot be put in; ends the run.
+        parent: id of the process that has started this one.
     """
 
     def __init__(
-        self, spec: Spec, result: Path, refused: Callable[[str], None], values: Callable[..., None] | None = None
+        self, spec: Spec, result: Path, refused: Callable[[str], None], parent: int,
+        values: Callable[..., None] | None = None,
     ) -> None:
         self._spec, self._refused, self._values = spec, refused, values
         self._wanted = {tuple(key) for key in spec.wanted}
         self._writer = RunWriter(result)
-        self._outermost = Outermost(spec.regions, refused)
+        self._outermost = Outermost(spec.regions, refused, parent)
         self._digests = Digests()
         self._steps = Steps()
         self._thread = threading.get_ident()
