@@ -48,9 +48,9 @@ class Watch:
     Args:
         spec: what to do; see :class:`.Spec`.
         result: the file that digests go to.
-        values: called with the key of an entry and its tensor or number, where values are wanted.
         refused: called where checkpoints cannot be put in; ends the run.
         parent: id of the process that has started this one.
+        values: called with the key of an entry and its tensor or number, where values are wanted.
     """
 
     def __init__(
