@@ -78,22 +78,26 @@ class Arms:
         folder = self._folder / str(self._count)
         folder.mkdir()
         Spec(what, script.path, script.module, script.args, regions, steps, wanted).write(folder / SPEC)
+        status = self._run(folder)
+        refused = folder / REFUSED
+        left = Left(folder, status, refused.read_text(encoding="utf-8") if refused.exists() else None)
+        if left.refused is not None:
+            raise MemdiagError(left.refused)
+        return left
+
+    def _run(self, folder: Path) -> int:
+        """One run, in a process of its own, whose status this is."""
         with (folder / OUTPUT).open("wb") as output:
             # Sets of strings are in one order in all of them.
             process = subprocess.Popen(
                 [sys.executable, "-m", "memdiag.check.arm", str(folder)], stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, env={**os.environ, "PYTHONHASHSEED": "0"})
             try:
-                status = process.wait()
+                return process.wait()
             except BaseException:  # Ctrl-C goes to both; nothing of ours stays behind
                 process.kill()
                 process.wait()
                 raise
-        refused = folder / REFUSED
-        left = Left(folder, status, refused.read_text(encoding="utf-8") if refused.exists() else None)
-        if left.refused is not None:
-            raise MemdiagError(left.refused)
-        return left
 
 
 @contextmanager
