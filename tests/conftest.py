@@ -2,9 +2,11 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import Forked, forked
 from hypothesis import settings
 
 # Examples in the same order on every machine, and no deadline: a slow machine is no failure.
@@ -46,3 +48,10 @@ def cases_folder() -> Path:
 def data_folder() -> Path:
     """Measurements of real devices. Tests that use it skip where there are none."""
     return folder_in("MEMDIAG_DATA")
+
+
+@pytest.fixture(scope="session")
+def runs() -> Iterator[Forked]:
+    """Where runs of a check are started."""
+    with forked() as started:
+        yield started

@@ -1,5 +1,5 @@
-"""Runs of a check that need not wait for Python and PyTorch to start: each is forked off a process that has started them,
-and has done nothing else."""
+"""Runs of a check that need not wait for Python and PyTorch to start: each is forked off a process that has started
+them, and has done nothing else."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def likely_cause(a: Run, b: Run, compared: Compared, ratios: Mapping[str, float]
         Stage.INPUTS: (_drawn_before, _other_data),
         Stage.OUTPUTS: (_began_otherwise, _other_mode, _scaled_loss, _drawn_before, _diverges),
         Stage.GRADIENTS: (_accumulates, _weights_changed, _given_changed, _recomputed_otherwise, _no_gradient,
-                          _scaled_gradients, _at_the_boundary),
+                          _drew_otherwise, _scaled_gradients, _at_the_boundary),
         Stage.BUFFERS: (_updated_twice, _other_state),
         Stage.RANDOM_STATE: (_draws_more,),
         Stage.PARAMETERS: (_began_otherwise, _other_groups, _other_settings, _other_update),
@@ -233,6 +233,17 @@ def _recomputed_otherwise(seen: _Seen) -> Cause | None:
                  "had changed, or draws from a generator of its own", proof, (entry.name,))
 
 
+def _drew_otherwise(seen: _Seen) -> Cause | None:
+    """What runs again ends where its last tensor for backward is there, so what drew it has returned nothing."""
+    again = list(dict.fromkeys(entry.name for entry in seen.b.of(e.RECOMPUTED)))
+    if not again or not seen.different[Stage.RANDOM_STATE]:
+        return None
+    regions = tuple(name for name in again if not any(name.startswith(f"{other}.") for other in again))
+    return Cause(f"{_some(regions)} drew other random numbers when run again for backward: keep "
+                 "preserve_rng_state=True", f"the random state after the step, and that {_some(regions)} ran again",
+                 regions)
+
+
 def _no_gradient(seen: _Seen) -> Cause | None:
     lost = [pair.name for pair in seen.different[Stage.GRADIENTS]
             if (pair.b is None or pair.b.value == e.NOTHING) and pair.a is not None]
@@ -297,19 +308,22 @@ def _comes_before(seen: _Seen, one: Entry, other: Entry) -> bool:
 
 
 def _updated_twice(seen: _Seen) -> Cause | None:
-    """Equal after the forwards, and in the second run something else after backward."""
-    midway = [{entry.name: entry for entry in segment.of(e.BUFFERS_MIDWAY)} for segment in (seen.a, seen.b)]
+    """Equal after the first forward, and in the second run something else after backward."""
+    midway = [{entry.name: entry for entry in segment.of(e.BUFFERS_MIDWAY) if not entry.nth}
+              for segment in (seen.a, seen.b)]
+    last = {entry.name: entry for entry in seen.b.of(e.BUFFERS_MIDWAY)}
+    # Later forwards of a step find what a backward before them has left.
     found = [pair for pair in seen.different[Stage.BUFFERS]
              if pair.b is not None and _value(midway[0].get(pair.name)) == _value(midway[1].get(pair.name))
-             and pair.b.value != _value(midway[1].get(pair.name))]
+             and pair.b.value != _value(last.get(pair.name))]
     if not found:
         return None
     plainest = next((pair for pair in found if pair.b is not None and pair.b.shape in (None, "[]")), found[0])
     modules = tuple(dict.fromkeys(pair.name.rpartition(".")[0] for pair in found))
     plain = plainest.b is not None and plainest.b.shape in (None, "[]")
     after = _value(midway[1].get(plainest.name)) if plain else None
-    told = f": {after} after the forward in both, {_values(plainest)} after the step" if after else (
-        ": equal after the forward, and not after the step")
+    told = f": {after} after the first forward in both, {_values(plainest)} after the step" if after else (
+        ": equal after the first forward, and not after the step")
     return Cause(
         f"the state of {_some(modules)} is updated twice: once more when the region runs again for backward (the "
         "running statistics of a batch norm, a counter); what is trained is the same, what is evaluated later is not",
@@ -376,14 +390,20 @@ def why_failed(b: Run) -> Cause | None:
         return None
     seen = _Seen(b.segments[-1], b.segments[-1], defaultdict(list), {})
     again = [entry.name for entry in seen.b.of(e.RECOMPUTED)]
-    if not again:
+    put_in = [module for modules, _ in b.about.get("regions", ()) for module in modules]
+    if again:
+        region = again[-1]
+        for name in reversed(again):
+            if region.startswith(f"{name}."):
+                region = name
+            elif not name.startswith(f"{region}.") and name != region:
+                break
+        # What a plan makes a checkpoint runs again without a call of the module itself.
+        region = next((name for name in put_in if region.startswith(f"{name}.")), region)
+    elif len(put_in) == 1:
+        region = put_in[0]
+    else:
         return None
-    region = again[-1]
-    for name in reversed(again):
-        if region.startswith(f"{name}."):
-            region = name
-        elif not name.startswith(f"{region}.") and name != region:
-            break
     forward = [entry.name for entry in seen.b.of(e.CALL) if entry.name.startswith(f"{region}.")]
     lost = [name for name in dict.fromkeys(forward) if name not in again]
     more = [name for name in again if name.startswith(f"{region}.") and name not in forward]

@@ -134,7 +134,8 @@ class Watch:
             pass
         stage = e.RECOMPUTED_RETURNED if self._backward else e.RETURNED
         name = self._outermost.names.of(module)
-        self._note(stage, name, " ".join(self._digest(tensor) for tensor in tensors_in(output)))
+        if output is not None:  # nothing comes out of what a checkpoint stops once it has all that it needs
+            self._note(stage, name, " ".join(self._digest(tensor) for tensor in tensors_in(output)))
         if not self._open and not self._backward:
             for number, tensor in enumerate(tensors_in(output)):
                 self._tensor(Stage.OUTPUTS.value, f"{name} output {number}", tensor)
@@ -303,10 +304,10 @@ class Watch:
 
     @plain
     def _end_segment(self, whole: bool = True) -> None:
-        for name, count in (("backward calls", self._backwards), ("forward calls", self._forwards),
-                            ("examples", self._examples)):
-            self._note(Stage.SCHEDULE.value, name, str(count))
         if whole:
+            for name, count in (("backward calls", self._backwards), ("forward calls", self._forwards),
+                                ("examples", self._examples)):
+                self._note(Stage.SCHEDULE.value, name, str(count))
             if not self._steps_in_optimizers:
                 self._without_optimizer()
             self._state(Stage.BUFFERS.value)

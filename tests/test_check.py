@@ -1,0 +1,434 @@
+"""Checks of small scripts, from end to end: runs of them, what differs, in which stage, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from forked import Forked
+
+from memdiag.check.arms import Script
+from memdiag.check.check import Check, Request, Verdict, _compare, _measure
+from memdiag.check.compare import Outcome
+from memdiag.check.entries import Stage
+from memdiag.check.spec import Regions
+
+HEAD = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self, width=8):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
+            self.calls = 0
+
+        def forward(self, x, scale=None):
+            y = self.drop(torch.tanh(self.fc(x)))
+            return x + (y if scale is None else y * scale)
+
+    class Model(nn.Module):
+        def __init__(self, depth=3):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(depth))
+            self.out = nn.Linear(8, 1)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = self.call(block, x)
+            return self.out(x)
+
+        def call(self, block, x):
+            return block(x)
+"""
+LOOP = """
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        for _ in range(2):
+            loss = model(torch.randn(4, 8)).square().mean() / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+ALL_BLOCKS = Regions(patterns=("blocks.*",))
+CALL = "        def call(self, block, x):\n            return block(x)\n"
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Script:
+    path = folder / name
+    path.write_text(dedent(text), encoding="utf-8")
+    return Script(str(path), None, ())
+
+
+def request(one: Script, other: Script | None = None, regions: Regions | None = None) -> Request:
+    return Request(one, other, None if other else regions or ALL_BLOCKS, None, 3, 0, 4)
+
+
+def against(runs: Forked, folder: Path, text: str, *changes: tuple[str, str]) -> Check:
+    """A script, and the same with some of its text replaced."""
+    changed = text
+    for old, new in changes:
+        assert old in changed
+        changed = changed.replace(old, new)
+    return _compare(request(script(folder, text), script(folder, changed, "other.py")), runs)
+
+
+def first(found: Check) -> tuple[Stage | None, str, str]:
+    assert found.difference is not None
+    return found.difference.stage, found.difference.cause.text, found.difference.cause.proved_by
+
+
+def differing(found: Check) -> set[Stage]:
+    return {stage for stage, outcome in found.stages.items() if outcome is Outcome.DIFFERENT}
+
+
+def all_equal(found: Check) -> bool:
+    return set(found.stages.values()) == {Outcome.EQUAL}
+
+
+def test_dropout_and_accumulation_under_checkpoints_are_the_same_training(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a model with dropout, and two micro-batches in a step WHEN its blocks become checkpoints
+    found = _compare(request(script(tmp_path, HEAD + LOOP)), runs)
+    # THEN all is equal bit for bit, of three steps, and what was put in is told
+    assert found.verdict is Verdict.SAME
+    assert all_equal(found)
+    assert (found.steps, found.noise) == (3, 0)
+    assert [modules for modules, _ in found.regions] == [("blocks.0",), ("blocks.1",), ("blocks.2",)]
+
+
+def test_a_counter_that_is_moved_twice(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN blocks that count their calls in an attribute
+    text = HEAD.replace("y = self.drop", "self.calls += 1\n            y = self.drop") + LOOP
+    # WHEN they are run again for backward
+    found = _compare(request(script(tmp_path, text)), runs)
+    # THEN only the state of modules differs: two calls in the first step, and each once more
+    assert found.verdict is Verdict.DIFFERENT
+    assert differing(found) == {Stage.BUFFERS}
+    stage, cause, proof = first(found)
+    assert stage is Stage.BUFFERS
+    assert "`blocks.0`" in cause
+    assert "updated twice" in cause
+    assert proof.startswith("`blocks.0.calls`")
+    assert "1 after the first forward in both, 2 and 4 after the step" in proof
+
+
+def test_a_loss_that_is_divided_twice(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that divides its loss by the two micro-batches WHEN another does so once more
+    found = against(runs, tmp_path, HEAD + LOOP, ("loss.backward()", "(loss / 2).backward()"))
+    # THEN it is the loss that differs, by a half, and gradients as well
+    assert found.verdict is Verdict.DIFFERENT
+    stage, cause, proof = first(found)
+    assert stage is Stage.OUTPUTS
+    assert "0.5 times" in cause
+    assert proof.startswith("loss: ")
+    assert Stage.GRADIENTS in differing(found)
+
+
+def test_an_argument_that_a_wrapper_does_not_hand_on(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN blocks that are given a scale by keyword
+    text = HEAD.replace("return block(x)", "return block(x, scale=torch.full((8,), 0.5))") + LOOP
+    # WHEN another script wraps them, and hands on what comes by position alone
+    local = ("return block(x, scale", "return checkpoint(lambda x, scale: block(x), x, use_reentrant=False, scale")
+    found = against(runs, tmp_path, text, local)
+    # THEN the argument is named
+    stage, cause, proof = first(found)
+    assert stage is Stage.OUTPUTS
+    assert cause.startswith("`blocks.0` is not given the argument `scale`")
+    assert proof == "what `blocks.0` is given"
+
+
+def test_groups_that_are_chosen_by_names(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that decays one layer, told by its name
+    groups = """[
+        {"params": [p for n, p in model.named_parameters() if n.startswith("blocks.0.fc")], "weight_decay": 0.5},
+        {"params": [p for n, p in model.named_parameters() if not n.startswith("blocks.0.fc")], "weight_decay": 0.0}]"""
+    text = HEAD + LOOP.replace("model.parameters()", groups)
+    # WHEN what holds the model puts a part more into all names
+    found = against(runs, tmp_path, text, ("in model.named", 'in nn.ModuleDict({"inner": model}).named'))
+    # THEN gradients are equal, and the layer that is no longer decayed is named
+    assert found.verdict is Verdict.DIFFERENT
+    stage, cause, _ = first(found)
+    assert stage is Stage.PARAMETERS
+    assert found.stages[Stage.GRADIENTS] is Outcome.EQUAL
+    assert "chosen by names" in cause
+    assert found.difference is not None
+    assert set(found.difference.cause.names) >= {"blocks.0.fc.weight", "blocks.0.fc.bias"}
+
+
+NESTED = (CALL, """        def call(self, block, x):
+            def run(x):
+                y = block(x)
+                return ({"y": y}, x.sum())
+            return checkpoint(run, x, use_reentrant=True)[0]["y"]
+""")
+
+
+def test_nested_outputs_under_the_reentrant_kind(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a model WHEN another returns a dictionary in a tuple from a reentrant checkpoint
+    found = against(runs, tmp_path, HEAD + LOOP, NESTED)
+    # THEN outputs are equal, and no gradient comes to the blocks
+    assert found.verdict is Verdict.DIFFERENT
+    stage, cause, proof = first(found)
+    assert stage is Stage.GRADIENTS
+    assert found.stages[Stage.OUTPUTS] is Outcome.EQUAL
+    assert cause.startswith("no gradient reaches `blocks.0")
+    assert "none" in proof
+
+
+SQUARE = """
+    import torch
+    from torch import nn
+
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x):
+            return (self.w * x) ** 2
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.square = Square()
+
+        def forward(self, x):
+            return self.square(x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        loss = (model(torch.tensor(2.0)) - 25) ** 2 / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_gradient_of_the_worked_example(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN x = 2, w = 3: y = (w x)^2 = 36, L = (y - 25)^2 / 2, and dL/dw = (y - 25) * 2 w x * x = 11 * 12 * 2 = 264
+    gradient = (36 - 25) * (2 * 3 * 2) * 2
+    assert gradient == 264
+    # WHEN the region is a checkpoint THEN the gradient is 264 in both
+    kept = _compare(request(script(tmp_path, SQUARE), regions=Regions(patterns=("square",))), runs)
+    assert all_equal(kept)
+    where = ((0, "gradients", "square.w", 0),)
+    from memdiag.check.spec import VALUES
+    from memdiag.check.values import Kept
+    for regions in (None, Regions(patterns=("square",))):
+        left = runs.start("values", script(tmp_path, SQUARE), regions, 3, where)
+        assert float(Kept(left.folder / VALUES).of(where[0])) == gradient
+
+
+def test_weights_that_are_written_to_before_backward(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN the same with w = 4 by the time that the region runs again WHEN the two are compared
+    found = against(
+        runs, tmp_path, SQUARE,
+        ("return self.square(x)", "return torch.utils.checkpoint.checkpoint(self.square, x, use_reentrant=False)"),
+        ("loss.backward()", "model.square.w.data.fill_(4.0)\n"
+         "        loss.backward()\n        model.square.w.data.fill_(3.0)"))
+    # THEN y = 36 came from the forward, but the rest is of w = 4: (36 - 25) * (2 * 4 * 2) * 2 = 352, not 264
+    assert (36 - 25) * (2 * 4 * 2) * 2 - 264 == 88
+    assert found.verdict is Verdict.DIFFERENT
+    stage, cause, proof = first(found)
+    assert stage is Stage.GRADIENTS
+    assert found.stages[Stage.OUTPUTS] is Outcome.EQUAL
+    assert found.difference is not None
+    assert found.difference.worst_absolute == 88
+    assert cause.startswith("the parameters of `square` had changed")
+    assert proof == "the parameters of `square`, in its forward and when it ran again"
+    values = [(pair.a.value, pair.b.value) for pair in found.difference.pairs if pair.a and pair.b]
+    assert values == [("264.0", "352.0")]
+
+
+def test_a_region_that_takes_another_path_is_explained(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a block that looks at a global variable, which the script changes before backward
+    text = HEAD.replace("y = self.drop(torch.tanh(self.fc(x)))",
+                        "y = self.drop(torch.tanh(self.fc(x))) if FIRST else x") + LOOP
+    text = text.replace("    torch.manual_seed(0)", "    FIRST = True\n    torch.manual_seed(0)").replace(
+        "loss.backward()", "FIRST = False\n            loss.backward()\n            FIRST = True")
+    # WHEN one of three blocks is a checkpoint
+    found = _compare(request(script(tmp_path, text), regions=Regions(patterns=("blocks.1",))), runs)
+    # THEN PyTorch's own error ends it, and it is told which block ran what
+    assert found.verdict is Verdict.COULD_NOT_RUN
+    assert found.failed is not None
+    assert found.failed.kind == "CheckpointError"
+    stage, cause, proof = first(found)
+    assert stage is None
+    assert "`blocks.1`" in cause
+    assert "another path" in cause
+    assert proof.startswith("`blocks.1.fc` ran in its forward")
+
+
+def test_data_that_change_from_run_to_run(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN data from the system WHEN it is checked THEN nothing is compared, and it says what to take out
+    text = HEAD + LOOP.replace("torch.randn(4, 8)", "torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)"
+                               ".view(4, 8).float()").replace("model = Model()", "import os\n    model = Model()")
+    found = _compare(request(script(tmp_path, text)), runs)
+    assert found.verdict is Verdict.COULD_NOT_RUN
+    assert "other data" in (found.why_not or "")
+
+
+def test_a_script_that_fails_by_itself(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that ends with an error as it is WHEN it is checked THEN that is said, with its line
+    text = HEAD + LOOP.replace("optimizer.step()", "raise ValueError('no more data')")
+    found = _compare(request(script(tmp_path, text)), runs)
+    assert found.verdict is Verdict.COULD_NOT_RUN
+    assert "the script as it is ends with ValueError" in (found.why_not or "")
+    assert "no more data" in (found.why_not or "")
+    assert runs.started[-1][0] == "compare"
+
+
+LARGE = ("for _ in range(2):", """for _ in range(2):
+            if "--batch=1" not in sys.argv:
+                raise torch.OutOfMemoryError("tried to allocate too much")""")
+
+
+def test_out_of_memory_with_and_without_small(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that fits with other arguments alone WHEN it is checked with its own
+    text = (HEAD + LOOP).replace(*LARGE).replace("    import torch\n", "    import sys\n    import torch\n", 1)
+    asked = request(script(tmp_path, text))
+    found = _compare(asked, runs)
+    # THEN it is told what to give, and with that values are compared
+    assert found.verdict is Verdict.COULD_NOT_RUN
+    assert "--small" in (found.why_not or "")
+    with_small = _compare(replace(asked, small=("--batch=1",)), runs)
+    assert with_small.verdict is Verdict.SAME
+    assert all_equal(with_small)
+
+
+def test_a_scaler_that_skips_a_step(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a scaler whose first step has a gradient that is not finite
+    loop = """
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        loss = model(torch.randn(4, 8)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+    # WHEN it is compared with checkpoints THEN it is the same, the skipped step with it
+    found = _compare(request(script(tmp_path, HEAD + loop)), runs)
+    assert found.verdict is Verdict.SAME
+    assert found.steps == 3
+    # and where the other does not skip it, that is seen, in that step
+    other = against(runs, tmp_path, HEAD + loop, ("if step == 0", "if step == 9"))
+    assert other.verdict is Verdict.DIFFERENT
+    assert other.difference is not None
+    assert other.difference.step == 0
+    assert Stage.SCHEDULE in differing(other)
+
+
+def test_no_optimizer(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that changes its parameters itself WHEN it is checked THEN they are compared too
+    loop = """
+    model = Model()
+    for step in range(5):
+        model(torch.randn(4, 8)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+                p.grad = None
+"""
+    assert all_equal(_compare(request(script(tmp_path, HEAD + loop)), runs))
+    other = against(runs, tmp_path, HEAD + loop, ("0.01", "0.02"))
+    assert other.verdict is Verdict.DIFFERENT
+    assert first(other)[0] is Stage.PARAMETERS
+
+
+def test_two_optimizers(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a generator and a discriminator, each with an optimizer
+    loop = """
+    generator, critic = Model(), Model(depth=2)
+    generator.out = nn.Linear(8, 8)
+    one = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    two = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    for step in range(4):
+        made = generator(torch.randn(4, 8))
+        loss = F.softplus(critic(made.detach())).mean() + F.softplus(-critic(torch.randn(4, 8))).mean()
+        two.zero_grad()
+        loss.backward()
+        two.step()
+        one.zero_grad()
+        F.softplus(-critic(made)).mean().backward()
+        one.step()
+"""
+    # WHEN blocks of both are checkpoints THEN it is the same, over the steps of both
+    found = _compare(request(script(tmp_path, HEAD + loop), regions=Regions(patterns=("blocks.*", "critic.blocks.*"))),
+                     runs)
+    assert found.verdict is Verdict.SAME, found
+    assert all_equal(found)
+    assert found.steps >= 6
+    # and where one of them learns otherwise, it is seen
+    other = against(runs, tmp_path, HEAD + loop, ("critic.parameters(), lr=1e-2", "critic.parameters(), lr=2e-2"))
+    assert other.verdict is Verdict.DIFFERENT
+    assert first(other)[0] is Stage.PARAMETERS
+
+
+def test_the_guilty_region_is_named(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN three blocks of which the second keeps something that it changes
+    text = HEAD.replace("y = self.drop(torch.tanh(self.fc(x)))", """self.calls += 1 if self.odd else 0
+            y = self.drop(torch.tanh(self.fc(x) * (1 + self.calls)))""").replace(
+        "self.calls = 0", "self.calls, self.odd = 0, False") + LOOP.replace(
+        "model = Model()", "model = Model()\n    model.blocks[1].odd = True").replace("range(2)", "range(1)")
+    # WHEN all are checkpoints THEN it is named, and nothing else
+    found = _compare(request(script(tmp_path, text)), runs)
+    assert found.verdict is Verdict.DIFFERENT
+    assert first(found)[0] is Stage.GRADIENTS
+    assert found.difference is not None
+    assert found.difference.guilty == ("blocks.1",)
+    assert found.difference.alone
+
+
+NOISE = """
+    import os
+    def noisy(gradient):
+        return gradient * (1 + 1e-9 * (os.urandom(1)[0] / 128 - 1) + 2e-7 * (os.urandom(1)[0] % 2))
+    for parameter in model.parameters():
+        parameter.register_hook(noisy)
+"""
+
+
+def test_noise_is_told_from_a_difference(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN gradients that differ from run to run in their last bits
+    text = HEAD + LOOP.replace("    for step", NOISE + "    for step")
+    # WHEN blocks are checkpoints THEN that is no difference
+    found = _compare(request(script(tmp_path, text)), runs)
+    assert found.noise > 0
+    assert found.verdict is Verdict.SAME, found.difference
+    assert found.stages[Stage.GRADIENTS] is Outcome.WITHIN_NOISE
+    # and other dropout masks are one
+    other = against(runs, tmp_path, text, (
+        "return block(x)", "return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)"))
+    assert other.verdict is Verdict.DIFFERENT
+    assert other.stages[Stage.GRADIENTS] is Outcome.DIFFERENT
+
+
+def test_memory_is_measured(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN blocks that save much WHEN memory is measured, and no time
+    text = HEAD + LOOP.replace("torch.randn(4, 8)", "torch.randn(4096, 8)")
+    (before, after), taken = _measure(request(script(tmp_path, text)), runs)
+    # THEN the peak falls by more than what one block saves in tanh and dropout, and no time is told
+    assert before is not None
+    assert after is not None
+    assert before.peak - after.peak > 2 * 4096 * 8 * 4
+    assert taken == (None, None)
+
+
+@pytest.mark.parametrize("regions", [Regions(patterns=("block.*",))])
+def test_a_module_that_is_not_there(runs: Forked, tmp_path: Path, regions: Regions) -> None:
+    # GIVEN a name that no module has WHEN it is to be a checkpoint THEN names that are near are told
+    found = _compare(request(script(tmp_path, HEAD + LOOP), regions=regions), runs)
+    assert found.verdict is Verdict.COULD_NOT_RUN
+    assert "blocks.0" in json.dumps(found.why_not)
