@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -11,7 +13,7 @@ import pytest
 from forked import Forked
 
 from memdiag.check.arms import Script
-from memdiag.check.check import Check, Request, Verdict, _compare, _measure
+from memdiag.check.check import Check, Request, Verdict, _compare, _measure, predicted
 from memdiag.check.compare import Outcome
 from memdiag.check.entries import Stage
 from memdiag.check.spec import Regions
@@ -432,3 +434,23 @@ def test_a_module_that_is_not_there(runs: Forked, tmp_path: Path, regions: Regio
     found = _compare(request(script(tmp_path, HEAD + LOOP), regions=regions), runs)
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert "blocks.0" in json.dumps(found.why_not)
+
+
+def test_the_peak_that_a_plan_predicts_is_the_one_that_is_measured(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN the file of a plan, made by the command line
+    text = HEAD + LOOP.replace("torch.randn(4, 8)", "torch.randn(4096, 8)").replace("range(2)", "range(1)")
+    train, file = script(tmp_path, text), tmp_path / "plan.json"
+    subprocess.run(
+        [sys.executable, "-m", "memdiag", "plan", "--json", str(file), "--choose", "every_block", str(train.path)],
+        check=True, capture_output=True, cwd=tmp_path)
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    chosen = plan["plans"][plan["chosen"]]
+    regions = Regions(tuple((tuple(one["modules"]), tuple(one["keep"])) for one in chosen["regions"]))
+    assert len(regions.regions) == 3
+    # WHEN its peak is measured THEN it is what was said, to the byte, and the bare one as well
+    (before, after), _ = _measure(request(train, regions=regions), runs)
+    said = predicted(plan)
+    assert said is not None
+    assert before is not None
+    assert after is not None
+    assert (before.peak, after.peak) == (said.bare_peak_bytes, said.peak_bytes)
