@@ -109,3 +109,11 @@ def test_plan_times() -> None:
     for plan in ("every block", "every 2nd", "for a budget", "the way down"):
         assert sum(plan in line for line in output.splitlines()) == 1
     assert "all within 1000 points" in output
+
+
+def test_checks() -> None:
+    # GIVEN one model and no pairs of scripts / WHEN plans are put onto it
+    output = run("checks", "--cases", "", "--models", "unet")
+    # THEN each is the same training
+    assert sum(line.startswith("unet") for line in output.splitlines()) == 4
+    assert "4 of 4 right" in output
