@@ -29,7 +29,7 @@ from test_check_cases import OUTCOMES, SAID, checked
 from torch import nn
 
 from memdiag.check.arms import Script
-from memdiag.check.check import Check, Request, Verdict, _compare
+from memdiag.check.check import Check, Request, Verdict, compare_values
 from memdiag.check.compare import Outcome
 from memdiag.check.spec import Regions
 
@@ -79,7 +79,7 @@ def planned(name: str, seed: int, autocast: bool, batches: int, folder: Path, ru
     train.write_text(SCRIPT.format(tests=str(TESTS), name=name, seed=seed, autocast=autocast, batches=batches),
                      encoding="utf-8")
     regions = Regions(tuple(((path,), ()) for path in plan))
-    return len(plan), _compare(Request(Script(str(train), None, ()), None, regions, None, 3, 0, 4), runs)
+    return len(plan), compare_values(Request(Script(str(train), None, ()), None, regions, None, 3, 0, 4), runs)
 
 
 def where(found: Check) -> str:

@@ -13,7 +13,7 @@ import pytest
 from forked import Forked
 
 from memdiag.check.arms import Script
-from memdiag.check.check import Check, Request, Verdict, _compare, _measure, predicted
+from memdiag.check.check import Check, Request, Verdict, _measure, compare_values, predicted
 from memdiag.check.compare import Outcome
 from memdiag.check.entries import Stage
 from memdiag.check.spec import Regions
@@ -80,7 +80,7 @@ def against(runs: Forked, folder: Path, text: str, *changes: tuple[str, str]) ->
     for old, new in changes:
         assert old in changed
         changed = changed.replace(old, new)
-    return _compare(request(script(folder, text), script(folder, changed, "other.py")), runs)
+    return compare_values(request(script(folder, text), script(folder, changed, "other.py")), runs)
 
 
 def first(found: Check) -> tuple[Stage | None, str, str]:
@@ -98,7 +98,7 @@ def all_equal(found: Check) -> bool:
 
 def test_dropout_and_accumulation_under_checkpoints_are_the_same_training(runs: Forked, tmp_path: Path) -> None:
     # GIVEN a model with dropout, and two micro-batches in a step WHEN its blocks become checkpoints
-    found = _compare(request(script(tmp_path, HEAD + LOOP)), runs)
+    found = compare_values(request(script(tmp_path, HEAD + LOOP)), runs)
     # THEN all is equal bit for bit, of three steps, and what was put in is told
     assert found.verdict is Verdict.SAME
     assert all_equal(found)
@@ -110,7 +110,7 @@ def test_a_counter_that_is_moved_twice(runs: Forked, tmp_path: Path) -> None:
     # GIVEN blocks that count their calls in an attribute
     text = HEAD.replace("y = self.drop", "self.calls += 1\n            y = self.drop") + LOOP
     # WHEN they are run again for backward
-    found = _compare(request(script(tmp_path, text)), runs)
+    found = compare_values(request(script(tmp_path, text)), runs)
     # THEN only the state of modules differs: two calls in the first step, and each once more
     assert found.verdict is Verdict.DIFFERENT
     assert differing(found) == {Stage.BUFFERS}
@@ -220,7 +220,7 @@ def test_the_gradient_of_the_worked_example(runs: Forked, tmp_path: Path) -> Non
     gradient = (36 - 25) * (2 * 3 * 2) * 2
     assert gradient == 264
     # WHEN the region is a checkpoint THEN the gradient is 264 in both
-    kept = _compare(request(script(tmp_path, SQUARE), regions=Regions(patterns=("square",))), runs)
+    kept = compare_values(request(script(tmp_path, SQUARE), regions=Regions(patterns=("square",))), runs)
     assert all_equal(kept)
     where = ((0, "gradients", "square.w", 0),)
     from memdiag.check.spec import VALUES
@@ -258,7 +258,7 @@ def test_a_region_that_takes_another_path_is_explained(runs: Forked, tmp_path: P
     text = text.replace("    torch.manual_seed(0)", "    FIRST = True\n    torch.manual_seed(0)").replace(
         "loss.backward()", "FIRST = False\n            loss.backward()\n            FIRST = True")
     # WHEN one of three blocks is a checkpoint
-    found = _compare(request(script(tmp_path, text), regions=Regions(patterns=("blocks.1",))), runs)
+    found = compare_values(request(script(tmp_path, text), regions=Regions(patterns=("blocks.1",))), runs)
     # THEN PyTorch's own error ends it, and it is told which block ran what
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert found.failed is not None
@@ -274,7 +274,7 @@ def test_data_that_change_from_run_to_run(runs: Forked, tmp_path: Path) -> None:
     # GIVEN data from the system WHEN it is checked THEN nothing is compared, and it says what to take out
     text = HEAD + LOOP.replace("torch.randn(4, 8)", "torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)"
                                ".view(4, 8).float()").replace("model = Model()", "import os\n    model = Model()")
-    found = _compare(request(script(tmp_path, text)), runs)
+    found = compare_values(request(script(tmp_path, text)), runs)
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert "other data" in (found.why_not or "")
 
@@ -282,7 +282,7 @@ def test_data_that_change_from_run_to_run(runs: Forked, tmp_path: Path) -> None:
 def test_a_script_that_fails_by_itself(runs: Forked, tmp_path: Path) -> None:
     # GIVEN a script that ends with an error as it is WHEN it is checked THEN that is said, with its line
     text = HEAD + LOOP.replace("optimizer.step()", "raise ValueError('no more data')")
-    found = _compare(request(script(tmp_path, text)), runs)
+    found = compare_values(request(script(tmp_path, text)), runs)
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert "the script as it is ends with ValueError" in (found.why_not or "")
     assert "no more data" in (found.why_not or "")
@@ -298,11 +298,11 @@ def test_out_of_memory_with_and_without_small(runs: Forked, tmp_path: Path) -> N
     # GIVEN a script that fits with other arguments alone WHEN it is checked with its own
     text = (HEAD + LOOP).replace(*LARGE).replace("    import torch\n", "    import sys\n    import torch\n", 1)
     asked = request(script(tmp_path, text))
-    found = _compare(asked, runs)
+    found = compare_values(asked, runs)
     # THEN it is told what to give, and with that values are compared
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert "--small" in (found.why_not or "")
-    with_small = _compare(replace(asked, small=("--batch=1",)), runs)
+    with_small = compare_values(replace(asked, small=("--batch=1",)), runs)
     assert with_small.verdict is Verdict.SAME
     assert all_equal(with_small)
 
@@ -321,7 +321,7 @@ def test_a_scaler_that_skips_a_step(runs: Forked, tmp_path: Path) -> None:
         optimizer.zero_grad()
 """
     # WHEN it is compared with checkpoints THEN it is the same, the skipped step with it
-    found = _compare(request(script(tmp_path, HEAD + loop)), runs)
+    found = compare_values(request(script(tmp_path, HEAD + loop)), runs)
     assert found.verdict is Verdict.SAME
     assert found.steps == 3
     # and where the other does not skip it, that is seen, in that step
@@ -343,7 +343,7 @@ def test_no_optimizer(runs: Forked, tmp_path: Path) -> None:
                 p -= 0.01 * p.grad
                 p.grad = None
 """
-    assert all_equal(_compare(request(script(tmp_path, HEAD + loop)), runs))
+    assert all_equal(compare_values(request(script(tmp_path, HEAD + loop)), runs))
     other = against(runs, tmp_path, HEAD + loop, ("0.01", "0.02"))
     assert other.verdict is Verdict.DIFFERENT
     assert first(other)[0] is Stage.PARAMETERS
@@ -367,8 +367,8 @@ def test_two_optimizers(runs: Forked, tmp_path: Path) -> None:
         one.step()
 """
     # WHEN blocks of both are checkpoints THEN it is the same, over the steps of both
-    found = _compare(request(script(tmp_path, HEAD + loop), regions=Regions(patterns=("blocks.*", "critic.blocks.*"))),
-                     runs)
+    both = Regions(patterns=("blocks.*", "critic.blocks.*"))
+    found = compare_values(request(script(tmp_path, HEAD + loop), regions=both), runs)
     assert found.verdict is Verdict.SAME, found
     assert all_equal(found)
     assert found.steps >= 6
@@ -385,7 +385,7 @@ def test_the_guilty_region_is_named(runs: Forked, tmp_path: Path) -> None:
         "self.calls = 0", "self.calls, self.odd = 0, False") + LOOP.replace(
         "model = Model()", "model = Model()\n    model.blocks[1].odd = True").replace("range(2)", "range(1)")
     # WHEN all are checkpoints THEN it is named, and nothing else
-    found = _compare(request(script(tmp_path, text)), runs)
+    found = compare_values(request(script(tmp_path, text)), runs)
     assert found.verdict is Verdict.DIFFERENT
     assert first(found)[0] is Stage.GRADIENTS
     assert found.difference is not None
@@ -406,7 +406,7 @@ def test_noise_is_told_from_a_difference(runs: Forked, tmp_path: Path) -> None:
     # GIVEN gradients that differ from run to run in their last bits
     text = HEAD + LOOP.replace("    for step", NOISE + "    for step")
     # WHEN blocks are checkpoints THEN that is no difference
-    found = _compare(request(script(tmp_path, text)), runs)
+    found = compare_values(request(script(tmp_path, text)), runs)
     assert found.noise > 0
     assert found.verdict is Verdict.SAME, found.difference
     assert found.stages[Stage.GRADIENTS] is Outcome.WITHIN_NOISE
@@ -431,7 +431,7 @@ def test_memory_is_measured(runs: Forked, tmp_path: Path) -> None:
 @pytest.mark.parametrize("regions", [Regions(patterns=("block.*",))])
 def test_a_module_that_is_not_there(runs: Forked, tmp_path: Path, regions: Regions) -> None:
     # GIVEN a name that no module has WHEN it is to be a checkpoint THEN names that are near are told
-    found = _compare(request(script(tmp_path, HEAD + LOOP), regions=regions), runs)
+    found = compare_values(request(script(tmp_path, HEAD + LOOP), regions=regions), runs)
     assert found.verdict is Verdict.COULD_NOT_RUN
     assert "blocks.0" in json.dumps(found.why_not)
 

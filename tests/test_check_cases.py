@@ -11,7 +11,7 @@ import same_run
 from forked import Forked
 
 from memdiag.check.arms import Script
-from memdiag.check.check import Check, Request, Verdict, _compare
+from memdiag.check.check import Check, Request, Verdict, compare_values
 from memdiag.check.compare import Outcome
 
 ALL = ["v01", "v02", "v04", "v06", "v07", "v08", "v10", "v11", "v12", "v15"]
@@ -28,7 +28,7 @@ NAMED = {"v01": ("blocks.3", "random numbers"), "v02": ("stage1.0.1", "updated t
 
 def checked(case: dict[str, object], folder: Path, runs: Forked) -> Check:
     one, other = (Script(str(folder / str(case[key])), None, ()) for key in ("script", "script_ckpt"))
-    return _compare(Request(one, other, None, None, 3, 0, 4), runs)
+    return compare_values(Request(one, other, None, None, 3, 0, 4), runs)
 
 
 @pytest.mark.cases

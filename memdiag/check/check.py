@@ -151,12 +151,7 @@ def check(request: Request, say: Callable[[str], None] = lambda text: None) -> C
         say: called with what is done next.
     """
     with arms(say) as started:
-        try:
-            found = _compare(request, started)
-        except _NoComparisonError as error:
-            return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error), output=error.output)
-        except MemdiagError as error:  # the checkpoints cannot be put into the script's models
-            return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error))
+        found = compare_values(request, started)
         if found.verdict is Verdict.COULD_NOT_RUN:
             return found
         try:
@@ -179,6 +174,16 @@ class _NoComparisonError(Exception):
 
 
 # --- the same training? -------------------------------------------------------------------------------------------
+
+
+def compare_values(request: Request, started: Arms) -> Check:
+    """The check without memory and time."""
+    try:
+        return _compare(request, started)
+    except _NoComparisonError as error:
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error), output=error.output)
+    except MemdiagError as error:  # the checkpoints cannot be put into the script's models
+        return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error))
 
 
 def _compare(request: Request, started: Arms) -> Check:
