@@ -165,6 +165,45 @@ def test_groups_that_are_chosen_by_names(runs: Forked, tmp_path: Path) -> None:
     assert set(found.difference.cause.names) >= {"blocks.0.fc.weight", "blocks.0.fc.bias"}
 
 
+WRAPPED = ("    model = Model()\n", """    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args):
+            return checkpoint(self.inner, *args, use_reentrant=False)
+
+    model = Model()
+    model.blocks = nn.ModuleList(map(Wrapper, model.blocks))
+""")
+
+
+def test_a_wrapper_that_changes_names_and_nothing_else(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script / WHEN another puts its blocks into a module each, which makes them checkpoints
+    found = against(runs, tmp_path, HEAD + LOOP, WRAPPED)
+    # THEN it is the same training, though parameters have other names
+    assert found.verdict is Verdict.SAME, found
+    assert set(found.stages.values()) == {Outcome.EQUAL}
+
+
+def test_groups_that_lose_a_layer_by_a_wrapper(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN a script that decays one layer, told by its name
+    groups = """[
+        {"params": [p for n, p in model.named_parameters() if n.startswith("blocks.0.fc")], "weight_decay": 0.5},
+        {"params": [p for n, p in model.named_parameters() if not n.startswith("blocks.0.fc")], "weight_decay": 0.0}]"""
+    # WHEN another wraps the blocks before that
+    found = against(runs, tmp_path, HEAD + LOOP.replace("model.parameters()", groups), WRAPPED)
+    # THEN gradients are equal, and the layer that is no longer decayed is named as it was
+    assert found.verdict is Verdict.DIFFERENT
+    stage, cause, _ = first(found)
+    assert (stage, found.stages[Stage.GRADIENTS]) == (Stage.PARAMETERS, Outcome.EQUAL)
+    assert "chosen by names" in cause
+    assert found.difference is not None
+    assert set(found.difference.cause.names) == {"blocks.0.fc.weight", "blocks.0.fc.bias"}
+    # AND how far apart the parameters are is known
+    assert (found.difference.worst_absolute or 0) > 0
+
+
 NESTED = (CALL, """        def call(self, block, x):
             def run(x):
                 y = block(x)

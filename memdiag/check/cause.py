@@ -347,7 +347,7 @@ def _other_groups(seen: _Seen) -> Cause | None:
     pair = next((pair for pair in seen.different[Stage.SCHEDULE] if ": parameters of group" in pair.name), None)
     if pair is None:
         return None
-    mine, others = ((set() if entry is None else set(entry.value.split(", "))) for entry in (pair.a, pair.b))
+    mine, others = ((set() if entry is None else set(entry.value.split(", ")) - {""}) for entry in (pair.a, pair.b))
     moved = sorted(mine ^ others)
     return Cause("the optimizer's groups hold other parameters: they are chosen by names, and the names are not the "
                  "same in the second run", f"{pair.name}: {_some(moved)}", tuple(moved))

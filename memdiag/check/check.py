@@ -16,6 +16,7 @@ from memdiag.check.compare import Compared, Outcome, Pair, began_otherwise, comp
 from memdiag.check.entries import BEGAN_PARAMETERS, Entry, Failure, Key, Run, Stage
 from memdiag.check.measured import Memory, Times, memory, times
 from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
+from memdiag.check.wrapped import first_names, renamed
 from memdiag.errors import MemdiagError
 from memdiag.trace import load
 
@@ -196,15 +197,20 @@ def _compare(request: Request, started: Arms) -> Check:
     b = second_left.run
     if b.problem is not None:
         raise _NoComparisonError(b.problem, second_left.last_lines())
+    names = first_names(a, b) if request.other else {}
+    b = renamed(b, names)
+    second_names = {first: name for name, first in names.items()}
 
     def values(step: int, wanted: Sequence[Pair], *, floor: bool = False) -> list[Left]:
         """Runs that keep values of what differs in a step."""
         listed = tuple((step, *pair.key) for pair in wanted)
-        runs = [(script, None), (second, request.regions), *([(script, None)] * 2 if floor else [])]
-        return [started.start("values", one, regions, request.steps, listed, told="the values of what differs")
-                for one, regions in runs]
+        there = tuple((step, stage, second_names.get(name, name), nth) for step, stage, name, nth in listed)
+        runs = [(script, None, listed), (second, request.regions, there),
+                *([(script, None, listed)] * 2 if floor else [])]
+        return [started.start("values", one, regions, request.steps, places, told="the values of what differs")
+                for one, regions, places in runs]
 
-    within = _within_noise(a, b, noise, values) if noise else set()
+    within = _within_noise(a, b, noise, values, second_names) if noise else set()
     compared = compare(a, b, within)
     found = Check(
         request, Verdict.SAME, compared.stages, steps=compared.steps, noise=len(noise),
@@ -226,7 +232,7 @@ def _compare(request: Request, started: Arms) -> Check:
             f"the script ends with {b.failure.kind} {with_checkpoints}"
             + (f", at {b.failure.line}" if b.failure.line else "")))
     else:
-        difference = _difference(a, b, compared, values)
+        difference = _difference(a, b, compared, values, second_names)
         found = replace(found, verdict=Verdict.DIFFERENT)
     if request.other is None and request.regions is not None and not noise:
         guilty, alone = bisect(b.about.get("regions", []), differs)
@@ -289,8 +295,11 @@ def _problem(a: Run) -> str | None:
 
 
 def _difference(
-    a: Run, b: Run, compared: Compared, values: Callable[[int, Sequence[Pair]], list[Left]]
+    a: Run, b: Run, compared: Compared, values: Callable[[int, Sequence[Pair]], list[Left]], there: Mapping[str, str]
 ) -> Difference:
+    """Args:
+        there: names of the second run, where they are others.
+    """
     from memdiag.check.values import Kept, apart
 
     stage, step = compared.first, compared.step
@@ -305,8 +314,8 @@ def _difference(
     relative: float | None = None
     worst, norm = None, -1.0
     for pair in pairs:
-        place = (step, *pair.key)
-        found = apart(mine.of(place), others.of(place))
+        kind, name, nth = pair.key
+        found = apart(mine.of((step, kind, name, nth)), others.of((step, kind, there.get(name, name), nth)))
         if found is None:
             continue
         absolute, relative = max(absolute or 0.0, found.absolute), max(relative or 0.0, found.relative)
@@ -319,7 +328,7 @@ def _difference(
 
 
 def _within_noise(
-    a: Run, b: Run, noise: set[tuple[int, Key]], values: Callable[..., list[Left]]
+    a: Run, b: Run, noise: set[tuple[int, Key]], values: Callable[..., list[Left]], there: Mapping[str, str]
 ) -> set[tuple[int, Key]]:
     """Places where the second run differs from the first by no more than the first from its repetitions.
 
@@ -340,8 +349,10 @@ def _within_noise(
         first, second, *others = (Kept(left.folder / VALUES) for left in values(step, pairs, floor=True))
         length = max((_elements(entry) for entry in a.segments[step].of(Stage.INPUTS.value)), default=1)
         for at, key in mine:
+            kind, name, nth = key
             place = (at, *key)
-            if within_noise(first.of(place), [other.of(place) for other in others], second.of(place), length):
+            second_value = second.of((at, kind, there.get(name, name), nth))
+            if within_noise(first.of(place), [other.of(place) for other in others], second_value, length):
                 found.add((at, key))
     return found
 
