@@ -1,6 +1,7 @@
 """Does a step under a plan take as much longer as was said? Plans for larger models, applied and timed.
 
-    python benchmarks/plan_times.py [--sets 5] [--rounds 8] [--recordings 5] [--models gpt,resnet,unet] [--fresh-memory]
+    python benchmarks/plan_times.py [--sets 5] [--rounds 8] [--recordings 5] [--models gpt,resnet,unet]
+        [--only "every block"] [--fresh-memory]
 
 A GPT, a ResNet and a U-Net, of the kinds in ``tests/planned.py``, each with four plans: every block, every second one,
 the one that is found for a budget half way between the smallest peak and the bare one, and a part (the MLPs of a GPT,
@@ -153,7 +154,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measure(
-    name: str, recordings: int, sets: int, rounds: int, points: float, fresh: bool
+    name: str, recordings: int, sets: int, rounds: int, points: float, fresh: bool, only: str | None
 ) -> tuple[list[list[object]], bool]:
     """Rows of the table, and whether all are near enough."""
     said: dict[str, list[float]] = {}
@@ -164,6 +165,8 @@ def measure(
         for kind, (plan, share) in json.loads(out).items():
             plans[kind] = plan
             said.setdefault(kind, []).append(100 * share)
+    if only is not None:
+        plans = {only: plans[only]}
     times: list[float] = []
     more: dict[str, list[float]] = {kind: [] for kind in plans}
     for _ in range(sets):
@@ -221,6 +224,7 @@ def main() -> int:
     parser.add_argument("--sets", type=int, default=5, help="of processes (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each process (default %(default)s)")
     parser.add_argument("--recordings", type=int, default=5, help="of each model (default %(default)s)")
+    parser.add_argument("--only", help="a plan, by its name in the table (default: all)")
     parser.add_argument("--models", default=",".join(MODELS), help="by name (default: all)")
     parser.add_argument("--points", type=float, default=5, help="that they may be apart (default %(default)s)")
     parser.add_argument("--fresh-memory", action="store_true", help="the C library may give memory back to the system")
@@ -235,7 +239,8 @@ def main() -> int:
     rows, near = [], True
     for name in arguments.models.split(","):
         more, well = measure(
-            name, arguments.recordings, arguments.sets, arguments.rounds, arguments.points, arguments.fresh_memory)
+            name, arguments.recordings, arguments.sets, arguments.rounds, arguments.points, arguments.fresh_memory,
+            arguments.only)
         rows += more
         near &= well
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {processor()}, 1 thread, processor time, "
