@@ -205,7 +205,9 @@ class TestKeep:
     @pytest.mark.parametrize("dropout", [0.0, 0.5])
     def test_attention_is_kept_unless_it_drops_out(self, dropout: float) -> None:
         # GIVEN an attention that drops out by itself, as those of accelerators do
-        @torch.library.custom_op("memdiag_test::attention", mutates_args=())
+        name = f"memdiag_test::attention_{int(10 * dropout)}"  # once each: PyTorch does not tell two of a name apart
+
+        @torch.library.custom_op(name, mutates_args=())
         def attention(x: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
             return x.clone() if not dropout_p else F.dropout(x, dropout_p)
 
@@ -218,7 +220,7 @@ class TestKeep:
         model, x = Attends(), torch.randn(100, requires_grad=True)
         torch.manual_seed(0)
         bare, = torch.autograd.grad(model(x).sum(), x)
-        memdiag.apply_plan(model, plan(region("", keep=["memdiag_test::attention"])))
+        memdiag.apply_plan(model, plan(region("", keep=[name])))
         torch.manual_seed(0)
         if dropout:
             with pytest.raises(MemdiagError, match="cannot be kept with dropout"):
