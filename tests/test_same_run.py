@@ -3,7 +3,10 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import same_run
@@ -50,14 +53,18 @@ def bare_training(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, 
 def compare_training(bare: tuple[Path, Run, Run], tmp_path: Path, before: str = "", after: str = "") -> Comparison:
     """Compare with a run under a stand-in for the recorder that does something of its own."""
     folder, first, second = bare
+    return compare("train.py", (first, second), run_training(folder, tmp_path, before, after), must_record=False)
+
+
+def run_training(folder: Path, tmp_path: Path, before: str, after: str) -> Run:
+    """Run it under such a stand-in."""
     stand_in = tmp_path / "stand_in.py"
     stand_in.write_text(STAND_IN.format(before=before, after=after), encoding="utf-8")
-    recorded = same_run.run([sys.executable, str(stand_in), str(folder / "train.py")], None, folder, tmp_path.name)
-    return compare("train.py", (first, second), recorded, must_record=False)
+    return same_run.run([sys.executable, str(stand_in), str(folder / "train.py")], None, folder, tmp_path.name)
 
 
 def compare_script(tmp_path: Path, script: str, before: str = "", after: str = "") -> Comparison:
-    """The same for a script of the test's own, all three runs."""
+    """The same for a script of the test's own, all its runs."""
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     (tmp_path / "stand_in.py").write_text(STAND_IN.format(before=before, after=after), encoding="utf-8")
     return same_run.same_run([str(tmp_path / "train.py")], [sys.executable, str(tmp_path / "stand_in.py")])
@@ -78,17 +85,12 @@ def test_a_run_that_only_looks_is_the_same(bare_training: tuple[Path, Run, Run],
 @pytest.mark.parametrize(
     ("before", "after", "things"),
     [
-        pytest.param("print('hello')", "", {"stdout"}, id="standard-output"),
-        pytest.param("", "sys.stderr.write('hello')", {"stderr"}, id="standard-error"),
-        pytest.param("", "sys.exit(3)", {"exit"}, id="exit-code"),
-        pytest.param("", "parameters[0].data[0, 0] += 1e-6", {"parameters"}, id="one-parameter"),
-        pytest.param("", "model, name = buffers[0]; getattr(model, name).add_(1)", {"parameters"}, id="one-buffer"),
-        pytest.param("import torch; torch.nn.Parameter(torch.ones(1))", "", {"parameters"}, id="parameter-too-many"),
-        pytest.param("", "parameters.pop()", {"parameters"}, id="parameter-too-few"),
-        pytest.param("", "import torch; torch.rand(1)", {"parameters"}, id="torch-random-state"),
-        pytest.param("", "random.random()", {"parameters"}, id="python-random-state"),
-        pytest.param("", "import numpy; numpy.random.rand()", {"parameters"}, id="numpy-random-state"),
-        pytest.param("", "open('left', 'w').close()", {"files"}, id="file-left-behind"),
+        pytest.param(
+            "print('hello')",
+            "open('left', 'w').close(); sys.stderr.write('hello'); sys.exit(3)",
+            {"stdout", "stderr", "exit", "files"},
+            id="outside",
+        ),
         pytest.param("", "sys.stdout.flush(); os._exit(0)", {"parameters"}, id="state-never-written"),
         pytest.param(
             "import torch; randn = torch.randn; torch.randn = lambda *size: 1.001 * randn(*size)",
@@ -101,12 +103,59 @@ def test_a_run_that_only_looks_is_the_same(bare_training: tuple[Path, Run, Run],
 def test_what_differs_is_found_and_nothing_else(
     bare_training: tuple[Path, Run, Run], tmp_path: Path, before: str, after: str, things: set[str]
 ) -> None:
-    # GIVEN a stand-in that changes one thing about the run
+    # GIVEN a stand-in that changes things about the run
     # WHEN the runs are compared
     found = compare_training(bare_training, tmp_path, before, after)
 
-    # THEN that thing, and only that, differs
+    # THEN those things, and only those, differ
     assert set(found.differences) == things
+
+
+@pytest.mark.parametrize(
+    ("thing", "change"),
+    [
+        ("stdout", lambda run: {"stdout": "hello\n" + run.stdout}),
+        ("stderr", lambda run: {"stderr": "hello"}),
+        ("exit", lambda run: {"exit_code": 3}),
+        ("files", lambda run: {"files": ["left"]}),
+        ("parameters", lambda run: {"states": [{**run.states[0], "parameters": run.states[0]["parameters"][:-1]}]}),
+    ],
+)
+def test_one_thing_that_differs_is_found_by_itself(
+    bare_training: tuple[Path, Run, Run], thing: str, change: Callable[[Run], dict[str, Any]]
+) -> None:
+    # GIVEN a run that is as a bare one but for one thing WHEN compared THEN that thing alone differs
+    _, first, second = bare_training
+    found = compare("train.py", (first, second), replace(first, **change(first)), must_record=False)
+    assert set(found.differences) == {thing}
+
+
+def test_every_kind_of_state_is_written_and_compared(bare_training: tuple[Path, Run, Run], tmp_path: Path) -> None:
+    # GIVEN a stand-in that makes a parameter more, and moves one value of the model's, one buffer and each random state
+    folder, first, second = bare_training
+    moved = run_training(
+        folder, tmp_path,
+        before="import torch; torch.nn.Parameter(torch.ones(1))",
+        after="parameters[1].data[0, 0] += 1e-6; model, name = buffers[0]; getattr(model, name).add_(1)\n"
+              "import numpy; torch.rand(1); random.random(); numpy.random.rand()",
+    )  # fmt: skip
+
+    # WHEN what it left is looked at THEN there is one parameter more, and of the others the one differs that was moved
+    (bare,), (left,) = first.states, moved.states
+    assert len(left["parameters"]) == len(bare["parameters"]) + 1
+    apart = [i for i, (a, b) in enumerate(zip(bare["parameters"], left["parameters"][1:], strict=True)) if a != b]
+    assert apart == [0]
+    # one buffer, and all three random states
+    assert [i for i, (a, b) in enumerate(zip(bare["buffers"], left["buffers"], strict=True)) if a != b] == [0]
+    assert bare["random"].keys() == left["random"].keys() == {"python", "numpy", "torch"}
+    assert all(bare["random"][kind] != left["random"][kind] for kind in bare["random"])
+
+    # and each of these by itself is a difference
+    ones = [{"parameters": left["parameters"]}, {"parameters": left["parameters"][1:]}, {"buffers": left["buffers"]}]
+    ones += [{"random": {**bare["random"], kind: left["random"][kind]}} for kind in bare["random"]]
+    for one in ones:
+        found = compare("train.py", (first, second), replace(first, states=[{**bare, **one}]), must_record=False)
+        assert set(found.differences) == {"parameters"}, one
 
 
 def test_a_script_that_fails_is_compared_like_any_other(tmp_path: Path) -> None:
@@ -237,7 +286,7 @@ def test_the_command_line_tells_by_its_exit_code(tmp_path: Path) -> None:
     # THEN the exit code and the last line tell, and what was kept is there
     assert quiet.returncode == 0, quiet.stderr
     assert "1 scripts: 1 run the same, 0 differ" in quiet.stdout
-    assert len(list((tmp_path / "kept").glob("train-*/*/stdout"))) == 3
+    assert len(list((tmp_path / "kept").glob("train-*/*/stdout"))) == 2
     assert loud.returncode == 1
     assert "train.py: stdout: line 1: bare 'step 0" in loud.stdout
     assert absent.returncode == 2
@@ -286,20 +335,20 @@ for step in range(6):
     print(f"step {step} loss {loss.item():.6f} scale {scaler.get_scale():.3e} taken {len(optimizer.state) > 0}")
 """
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    bare = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=True)
-    assert "taken False" in bare.stdout
-    assert "taken True" in bare.stdout
-
     # WHEN it is recorded
+    found = same_run.same_run([str(tmp_path / "train.py")], keep=tmp_path)
+
     # THEN it skips the same steps and trains the same
-    must_be_the_same(same_run.same_run([str(tmp_path / "train.py")]))
+    must_be_the_same(found)
+    (bare,) = tmp_path.glob("train-*/bare-1/stdout")
+    assert "taken False" in bare.read_text(encoding="utf-8")
+    assert "taken True" in bare.read_text(encoding="utf-8")
 
 
 @pytest.mark.cases
 @pytest.mark.parametrize(
     "case_id",
     [
-        pytest.param("c51", id="plain-loop"),
         pytest.param("c41", id="lbfgs-closure"),
         pytest.param("c39", id="torch-compile"),
         pytest.param("c34", id="ddp"),
