@@ -18,7 +18,7 @@ from memdiag.diagnose import Class, diagnose
 from memdiag.trace.model import GARBAGE, GRADIENT_CYCLE, UNCOLLECTED
 from memdiag.trace.view import View
 
-STEPS = 9
+STEPS = 6
 FIRST = 100_003  # floats of the first way; each next one has a thousand more
 
 

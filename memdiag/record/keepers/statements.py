@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import os
 import sys
@@ -330,6 +331,15 @@ def _in(
         module: the name is a variable of the module: functions that have one of their own by that name do not count.
         calls: any call of a method of what the name refers to is such a statement.
     """
+    # Each look asks the same of the same holders. What is found changes with the files, which come with modules.
+    return list(_searched(len(sys.modules), source, region, name, distance, module, passed_on, calls))
+
+
+@functools.lru_cache(maxsize=1000)
+def _searched(
+    modules: int, source: _Source, region: ast.AST, name: _Name, distance: int, module: bool, passed_on: int,
+    calls: bool,
+) -> tuple[_Found, ...]:
     names = {name} | _aliases(region, name)
     found: list[_Found] = []
     for node in ast.walk(region):
@@ -352,7 +362,7 @@ def _in(
                     owner = other.parents.get(function)
                     for attribute in _stored(function, argument) if isinstance(owner, ast.ClassDef) else ():
                         found += _in(other, other.parents[function], attribute, distance + 1, passed_on=passed_on + 1)
-    return found
+    return tuple(found)
 
 
 def _own(node: ast.AST, kind: type[ast.Call]) -> Iterator[ast.Call]:
