@@ -1,6 +1,6 @@
 """Does a check measure what a plan has predicted? Plans for larger models, by the commands that a person would give.
 
-    python benchmarks/predicted.py [--models gpt,resnet,unet] [--plans frontier,--minimum] [--rounds 3] [--slack 1]
+    python benchmarks/predicted.py [--models gpt,resnet,unet] [--plans every_2nd_block,--minimum] [--rounds 3] [--slack 1]
 
 The models are those of ``plan_times.py``. For each and each plan, ``memdiag plan --json`` makes a plan file and
 ``memdiag check --plan`` runs it. Prints what was predicted and what was measured, and exits with 1 where the peak is
@@ -54,7 +54,7 @@ def memdiag(folder: Path, *arguments: str) -> None:
 def measure(name: str, option: str, rounds: int, slack: float, folder: Path) -> tuple[list[object], bool]:
     """A row of the table, and whether all is as it was predicted."""
     (folder / "train.py").write_text(SCRIPT.format(here=str(HERE), name=name), encoding="utf-8")
-    chosen = [option] if option.startswith("-") else []
+    chosen = [option] if option.startswith("-") else ["--choose", option]
     memdiag(folder, "plan", "-f", "-q", *chosen, "--json", "plan.json", "-o", "run.mdiag", "train.py")
     memdiag(folder, "check", "-f", "-q", "--plan", "plan.json", "--rounds", str(rounds), "--json", "check.json",
             "train.py")
@@ -73,7 +73,8 @@ def measure(name: str, option: str, rounds: int, slack: float, folder: Path) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="by name (default: all)")
-    parser.add_argument("--plans", default="frontier,--minimum", help="which is chosen (default %(default)s)")
+    parser.add_argument("--plans", default="every_2nd_block,--minimum",
+                        help="by their names in the table, or options that choose one (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind that are timed (default %(default)s)")
     parser.add_argument("--slack", type=float, default=1.0, help="times that the time may be further off")
     arguments = parser.parse_args()
