@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memdiag.errors import MemdiagError
+from memdiag.modulenames import matching
 from memdiag.runfile import is_run_file
 from memdiag.trace.models import Model, models
 
@@ -83,12 +84,13 @@ def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> tuple[list
     except (LookupError, TypeError, ValueError) as error:
         raise MemdiagError(f"{source}: is not a plan as `memdiag plan --json` writes them "
                            f"({type(error).__name__}: {error})") from error
-    allowed = {allow_unsafe} if isinstance(allow_unsafe, str) else set(allow_unsafe)
+    asked = {allow_unsafe} if isinstance(allow_unsafe, str) else set(allow_unsafe)
+    allowed = {path for one in asked for path in matching(one, unsafe)}
     refused = [path for region in regions for path in region.modules if path in unsafe and path not in allowed]
     if refused:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise MemdiagError(f"{refused[0]}: is unsafe to run twice: {unsafe[refused[0]]}{more}. To apply the plan all "
-                           f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}")
+                           f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}, or --allow to `memdiag check`")
     return regions, known
 
 
