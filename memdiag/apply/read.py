@@ -90,7 +90,8 @@ def _chosen(held: Any, source: str, allow_unsafe: Collection[str]) -> tuple[list
     if refused:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise MemdiagError(f"{refused[0]}: is unsafe to run twice: {unsafe[refused[0]]}{more}. To apply the plan all "
-                           f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}, or --allow to `memdiag check`")
+                           f"the same, pass allow_unsafe={[*sorted(allowed), *refused]!r}, or --allow to "
+                           "`memdiag check`")
     return regions, known
 
 
