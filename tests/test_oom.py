@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from recording import here, record, record_script
 from traces import TraceBuilder
 
 import memdiag
-from memdiag.diagnose import Class, Oom, Severity, diagnose
+from memdiag.diagnose import Class, Diagnosis, Oom, Severity, diagnose
 from memdiag.record.process.machine import ending
 from memdiag.record.reading.failures import Failures
 from memdiag.record.stream import Stream
@@ -107,6 +109,28 @@ def run(path: Path, *options: str, code: int = 1) -> tuple[Trace, subprocess.Com
     return load(out), done
 
 
+Failing = Callable[..., tuple[Path, Trace, subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def failing_run(tmp_path_factory: pytest.TempPathFactory) -> Failing:
+    """Records the loop above, failing somewhere in some step: its script, its run, what it printed. Each once."""
+
+    @functools.cache
+    def record_one(where: str, at: int = 2) -> tuple[Path, Trace, subprocess.CompletedProcess[str]]:
+        path = script(tmp_path_factory.mktemp("failing"), MODEL, LOOP, where=where, at=at)
+        return path, *run(path)
+
+    return record_one
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """Of the script that keeps an exception of its failed step, where it keeps the text alone."""
+    source = TestRunsThatGoOn.CAUGHT.replace("WHAT", "last = str(error)").replace("AT", "(4,)")
+    return diagnose(View(run(script(tmp_path_factory.mktemp("mended"), MODEL, source), code=0)[0]))
+
+
 def oom_of(trace: Trace) -> Oom:
     found = diagnose(View(trace)).oom
     assert found is not None
@@ -114,11 +138,9 @@ def oom_of(trace: Trace) -> Oom:
 
 
 class TestRunsThatDie:
-    def test_in_forward(self, tmp_path: Path) -> None:
-        # GIVEN a script whose third forward asks for more than there is
-        path = script(tmp_path, MODEL, LOOP, where="forward")
-        # WHEN it is recorded
-        trace, _ = run(path)
+    def test_in_forward(self, failing_run: Failing) -> None:
+        # GIVEN a script whose third forward asks for more than there is WHEN it is recorded
+        path, trace, _ = failing_run("forward")
         # THEN what was asked for is known to the byte, and where: 2**36 copies of 2048 × 256 floats
         oom = oom_of(trace)
         assert oom.requested_bytes == (2048 * 256 * 4) << 36
@@ -136,9 +158,9 @@ class TestRunsThatDie:
         assert sum(oom.roles.values()) == oom.allocated_bytes
         assert oom.roles["unknown"] == 0
 
-    def test_in_backward(self, tmp_path: Path) -> None:
-        path = script(tmp_path, MODEL, LOOP, where="backward")
-        oom = oom_of(run(path)[0])
+    def test_in_backward(self, failing_run: Failing) -> None:
+        path, trace, _ = failing_run("backward")
+        oom = oom_of(trace)
         # THEN the line that ran is told, and that from which the undone forward was called
         assert (oom.phase, oom.step, oom.module, oom.requested_bytes) == ("backward", 2, "head", HUGE)
         assert oom.line == line_of(path, "in backward")
@@ -146,10 +168,10 @@ class TestRunsThatDie:
         assert oom.roles is not None
         assert oom.roles["unknown"] == 0
 
-    def test_in_the_backward_of_an_operator(self, tmp_path: Path) -> None:
+    def test_in_the_backward_of_an_operator(self, failing_run: Failing) -> None:
         # GIVEN a slice of a tensor that is huge only by its shape: its backward makes one that is huge
-        path = script(tmp_path, MODEL, LOOP, where="slice")
-        oom = oom_of(run(path)[0])
+        path, trace, _ = failing_run("slice")
+        oom = oom_of(trace)
         # THEN the line of the backward call is told, and that of the slice
         assert (oom.phase, oom.module, oom.operator, oom.requested_bytes) == (
             "backward", "head", "SliceBackward0", HUGE)
@@ -157,10 +179,10 @@ class TestRunsThatDie:
         assert oom.forward_line == line_of(path, "undone")
 
     @pytest.mark.parametrize("at", [0, 2])
-    def test_in_the_optimizer(self, tmp_path: Path, at: int) -> None:
+    def test_in_the_optimizer(self, failing_run: Failing, at: int) -> None:
         # GIVEN an optimizer that fails in its step, once in the one that has just made its state
-        path = script(tmp_path, MODEL, LOOP, where="optimizer", at=at)
-        oom = oom_of(run(path)[0])
+        path, trace, _ = failing_run("optimizer", at)
+        oom = oom_of(trace)
         assert (oom.phase, oom.step, oom.line) == ("optimizer", at, line_of(path, "in optimizer"))
         # THEN that state is known as such, though the step never ended
         assert oom.roles is not None
@@ -201,28 +223,26 @@ class TestRunsThatDie:
         assert oom.step == 2
         assert oom.ended_run
 
-    def test_how_far_the_step_had_come(self, tmp_path: Path) -> None:
-        # GIVEN a failure in the fourth step, at the very end of a forward that is like those before it
-        path = script(tmp_path, MODEL, LOOP, where="backward", at=3)
-        trace, _ = run(path)
+    def test_how_far_the_step_had_come(self, failing_run: Failing) -> None:
+        # GIVEN a failure in the third step, at the very end of a forward that is like those before it
+        _, trace, _ = failing_run("backward")
         earlier = oom_of(trace).earlier
         # THEN it is measured by the last whole step: the same bytes were alive there, at the same operator
         assert earlier is not None
-        assert (earlier.step, earlier.warm_up) == (2, False)
+        assert (earlier.step, earlier.warm_up) == (1, False)
         assert earlier.allocated_bytes == oom_of(trace).allocated_bytes
         # forward: randn, linear, relu, linear, clone (in a Function), sum; backward: ones_like, sum's and Fails' nodes
         assert earlier.operators in range(8, 11)
         assert earlier.of > 2 * earlier.operators
 
-    def test_the_exception_is_the_scripts_own(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+    def test_the_exception_is_the_scripts_own(self, failing_run: Failing, where: str) -> None:
         # GIVEN the same script bare and recorded
-        for where in ("forward", "backward", "optimizer"):
-            path = script(tmp_path, MODEL, LOOP, where=where)
-            bare = subprocess.run(
-                [sys.executable, str(path)], capture_output=True, text=True, cwd=tmp_path, check=False)
-            _, done = run(path)
-            # THEN exit status, traceback and message are equal
-            assert (done.returncode, done.stderr, done.stdout) == (bare.returncode, bare.stderr, bare.stdout)
+        path, _, done = failing_run(where)
+        bare = subprocess.run(
+            [sys.executable, str(path)], capture_output=True, text=True, cwd=path.parent, check=False)
+        # THEN exit status, traceback and message are equal
+        assert (done.returncode, done.stderr, done.stdout) == (bare.returncode, bare.stderr, bare.stdout)
 
 
 class TestRunsThatGoOn:
@@ -289,7 +309,7 @@ class TestRunsThatGoOn:
         ("last = error", "statement"),
     ])
     def test_the_exception_that_keeps_the_failed_step_is_found(
-        self, tmp_path: Path, what: str, comment: str) -> None:
+        self, tmp_path: Path, mended: Diagnosis, what: str, comment: str) -> None:
         # GIVEN a script that tries a step again, larger than all before, while the exception of the failure lives
         path = script(tmp_path, MODEL, self.CAUGHT.replace("WHAT", what).replace("AT", "(4,)"))
         found = diagnose(View(run(path, code=0)[0]))
@@ -300,8 +320,6 @@ class TestRunsThatGoOn:
         assert finding.holder.line == line_of(path, comment)
         assert ".__traceback__ → locals of train()" in " → ".join(finding.holder.chain)
         # AND the advice, followed, lowers the peak by what it says
-        path = script(tmp_path, MODEL, self.CAUGHT.replace("WHAT", "last = str(error)").replace("AT", "(4,)"))
-        mended = diagnose(View(run(path, code=0)[0]))
         assert "kept_failure" not in [finding.kind for finding in mended.findings]
         assert finding.advice[0].bytes == self.FAILED_BYTES
 
@@ -683,9 +701,8 @@ class TestVerdict:
         assert verdict.sentence.startswith("The script went on after a request of 64.00 TiB at train.py:3")
 
     @pytest.mark.parametrize(("where", "at"), [("forward", 2), ("backward", 2), ("optimizer", 0)])
-    def test_of_a_script(self, tmp_path: Path, where: str, at: int) -> None:
-        path = script(tmp_path, MODEL, LOOP, where=where, at=at)
-        trace, _ = run(path)
+    def test_of_a_script(self, failing_run: Failing, where: str, at: int) -> None:
+        path, trace, _ = failing_run(where, at)
         found, oom = diagnose(View(trace)), oom_of(trace)
         assert (found.verdict.cls, found.verdict.phase, found.verdict.moment) == (
             Class.UNDETERMINED, where, "failure")
