@@ -28,10 +28,10 @@ from planned import MODELS, random_plan
 from test_check_cases import OUTCOMES, SAID, checked
 from torch import nn
 
-from memdiag.check.arms import Script
 from memdiag.check.check import Check, Request, Verdict, compare_values
 from memdiag.check.compare import Outcome
 from memdiag.check.spec import Regions
+from memdiag.record.process.launch import Target
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 HEAD = ["script", "", "expected", "verdict", "first difference", "result"]
@@ -79,7 +79,7 @@ def planned(name: str, seed: int, autocast: bool, batches: int, folder: Path, ru
     train.write_text(SCRIPT.format(tests=str(TESTS), name=name, seed=seed, autocast=autocast, batches=batches),
                      encoding="utf-8")
     regions = Regions(tuple(((path,), ()) for path in plan))
-    return len(plan), compare_values(Request(Script(str(train), None, ()), None, regions, None, 3, 0, 4), runs)
+    return len(plan), compare_values(Request(Target(str(train), None, ()), None, regions, None, 3, 0, 4), runs)
 
 
 def where(found: Check) -> str:

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from memdiag.check.arms import Arms, Left, Script
+from memdiag.check.arms import Arms, Left
 from memdiag.check.spec import OUTPUT, Regions
+from memdiag.record.process.launch import Target
 
 
 class Forked(Arms):
@@ -32,7 +33,7 @@ class Forked(Arms):
             env={**os.environ, "PYTHONHASHSEED": "0"})
 
     def start(
-        self, what: str, script: Script, regions: Regions | None, steps: int,
+        self, what: str, script: Target, regions: Regions | None, steps: int,
         wanted: tuple[tuple[int, str, str, int], ...] = (), told: str = "",
     ) -> Left:
         self.started.append((what, str(script)))

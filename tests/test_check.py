@@ -12,11 +12,11 @@ from textwrap import dedent
 import pytest
 from forked import Forked
 
-from memdiag.check.arms import Script
 from memdiag.check.check import Check, Request, Verdict, _measure, compare_values, predicted
 from memdiag.check.compare import Outcome
 from memdiag.check.entries import Stage
 from memdiag.check.spec import Regions
+from memdiag.record.process.launch import Target
 
 HEAD = """
     import torch
@@ -64,13 +64,13 @@ ALL_BLOCKS = Regions(patterns=("blocks.*",))
 CALL = "        def call(self, block, x):\n            return block(x)\n"
 
 
-def script(folder: Path, text: str, name: str = "train.py") -> Script:
+def script(folder: Path, text: str, name: str = "train.py") -> Target:
     path = folder / name
     path.write_text(dedent(text), encoding="utf-8")
-    return Script(str(path), None, ())
+    return Target(str(path), None, ())
 
 
-def request(one: Script, other: Script | None = None, regions: Regions | None = None) -> Request:
+def request(one: Target, other: Target | None = None, regions: Regions | None = None) -> Request:
     return Request(one, other, None if other else regions or ALL_BLOCKS, None, 3, 0, 4)
 
 

@@ -10,9 +10,9 @@ import pytest
 import same_run
 from forked import Forked
 
-from memdiag.check.arms import Script
 from memdiag.check.check import Check, Request, Verdict, compare_values
 from memdiag.check.compare import Outcome
+from memdiag.record.process.launch import Target
 
 ALL = ["v01", "v02", "v04", "v06", "v07", "v08", "v10", "v11", "v12", "v15"]
 CHOSEN = ALL if os.environ.get("MEMDIAG_VARIATIONS") == "all" else [one for one in ALL if one != "v12"]
@@ -27,7 +27,7 @@ NAMED = {"v01": ("blocks.3", "random numbers"), "v02": ("stage1.0.1", "updated t
 
 
 def checked(case: dict[str, object], folder: Path, runs: Forked) -> Check:
-    one, other = (Script(str(folder / str(case[key])), None, ()) for key in ("script", "script_ckpt"))
+    one, other = (Target(str(folder / str(case[key])), None, ()) for key in ("script", "script_ckpt"))
     return compare_values(Request(one, other, None, None, 3, 0, 4), runs)
 
 

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from memdiag.check.entries import Run, read_run
 from memdiag.check.spec import OUTPUT, REFUSED, RESULT, SPEC, Regions, Spec
 from memdiag.errors import MemdiagError
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script and its arguments, as ``memdiag profile`` takes them: a path, or a module as for ``python -m``."""
-
-    path: str | None
-    module: str | None
-    args: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return shlex.join([self.path, *self.args] if self.path is not None else ["-m", str(self.module), *self.args])
+from memdiag.record.process.launch import Target
 
 
 @dataclass(frozen=True)
@@ -37,12 +25,10 @@ class Left:
     Attributes:
         folder: with its files.
         status: of the process.
-        refused: why it could not be run as it was to be; None where it could.
     """
 
     folder: Path
     status: int
-    refused: str | None
 
     @property
     def run(self) -> Run:
@@ -65,7 +51,7 @@ class Arms:
         self._folder, self._say, self._count = folder, say, 0
 
     def start(
-        self, what: str, script: Script, regions: Regions | None, steps: int,
+        self, what: str, script: Target, regions: Regions | None, steps: int,
         wanted: tuple[tuple[int, str, str, int], ...] = (), told: str = "",
     ) -> Left:
         """Runs a script to its end.
@@ -80,10 +66,9 @@ class Arms:
         Spec(what, script.path, script.module, script.args, regions, steps, wanted).write(folder / SPEC)
         status = self._run(folder)
         refused = folder / REFUSED
-        left = Left(folder, status, refused.read_text(encoding="utf-8") if refused.exists() else None)
-        if left.refused is not None:
-            raise MemdiagError(left.refused)
-        return left
+        if refused.exists():
+            raise MemdiagError(refused.read_text(encoding="utf-8"))
+        return Left(folder, status)
 
     def _run(self, folder: Path) -> int:
         """One run, in a process of its own, whose status this is."""
@@ -105,8 +90,3 @@ def arms(say: Callable[[str], None]) -> Iterator[Arms]:
     """A place for runs, which is gone afterwards."""
     with TemporaryDirectory(prefix="memdiag-check-", ignore_cleanup_errors=True) as folder:
         yield Arms(Path(folder), say)
-
-
-def only(regions: Regions, chosen: tuple[int, ...]) -> Regions:
-    """Some of the regions."""
-    return replace(regions, regions=tuple(regions.regions[number] for number in chosen))

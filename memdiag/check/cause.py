@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memdiag.check import entries as e
-from memdiag.check.compare import Compared, Pair
+from memdiag.check.compare import Compared, Pair, began_otherwise
 from memdiag.check.entries import Entry, Run, Segment, Stage
 
 _OFF = " (gradients off)"
@@ -99,8 +99,7 @@ def _other_data(seen: _Seen) -> Cause:
 
 
 def _began_otherwise(seen: _Seen) -> Cause | None:
-    mine, others = seen.a.by_key(e.BEGAN_PARAMETERS), seen.b.by_key(e.BEGAN_PARAMETERS)
-    names = tuple(key[1] for key, entry in mine.items() if key in others and others[key].value != entry.value)
+    names = began_otherwise(seen.a, seen.b)
     if not names:
         return None
     return Cause("the models begin with other parameters: other seeds, or layers made in another order",
@@ -415,8 +414,7 @@ def why_failed(b: Run) -> Cause | None:
                      (region,))
     return Cause(f"`{region}` did not save the same tensors when it ran again for backward: its forward depends on "
                  "something that had changed by then", "the number, shapes or types of the tensors that PyTorch "
-                 "compared",
-                 (region,))
+                 "compared", (region,))
 
 
 # --- words --------------------------------------------------------------------------------------------------------

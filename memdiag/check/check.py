@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from memdiag.check.arms import Arms, Left, Script, arms
+from memdiag.check.arms import Arms, Left, arms
 from memdiag.check.bisect import bisect
 from memdiag.check.cause import Cause, likely_cause, why_failed
 from memdiag.check.compare import Compared, Outcome, Pair, began_otherwise, compare, places
@@ -18,6 +18,7 @@ from memdiag.check.measured import Memory, Times, memory, times
 from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
 from memdiag.check.wrapped import first_names, renamed
 from memdiag.errors import MemdiagError
+from memdiag.record.process.launch import Target
 from memdiag.trace import load
 
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
@@ -48,8 +49,8 @@ class Request:
         predicted: of the plan.
     """
 
-    script: Script
-    other: Script | None
+    script: Target
+    other: Target | None
     regions: Regions | None
     small: tuple[str, ...] | None
     steps: int
@@ -58,7 +59,7 @@ class Request:
     predicted: Predicted | None = None
 
     @property
-    def second(self) -> Script:
+    def second(self) -> Target:
         return self.other or self.script
 
 
@@ -249,7 +250,7 @@ def _precision(a: Run) -> str:
     return ", ".join(kinds) + (f", autocast to {', '.join(casts)}" if casts else "")
 
 
-def _baseline(script: Script, steps: int, started: Arms) -> tuple[Run, set[tuple[int, Key]]]:
+def _baseline(script: Target, steps: int, started: Arms) -> tuple[Run, set[tuple[int, Key]]]:
     """A run of the script as it is, and the places where others of it differ.
 
     Raises:
@@ -261,7 +262,7 @@ def _baseline(script: Script, steps: int, started: Arms) -> tuple[Run, set[tuple
     if problem is not None:
         raise _NoComparisonError(problem, first.last_lines())
     again = started.start("compare", script, None, steps, told="the script as it is, again, for its noise").run
-    names = began_otherwise(a, again)
+    names = began_otherwise(a.segments[0], again.segments[0]) if again.segments else ()
     if names:
         raise _NoComparisonError(
             f"two runs of the script as it is begin with other parameters ({names[0]}), though Python's, NumPy's and "
@@ -404,8 +405,7 @@ def predicted(plan: Mapping[str, Any]) -> Predicted | None:
     """What the chosen plan of a plan file says; None where it does not."""
     try:
         said, bare = plan["plans"][plan["chosen"]]["predicted"], plan["baseline"]
-        found = Predicted(int(said["peak_bytes"]), int(bare["peak_bytes"]), int(said["step_time_ns"]),
-                          int(bare["step_time_ns"]))
+        return Predicted(int(said["peak_bytes"]), int(bare["peak_bytes"]), int(said["step_time_ns"]),
+                         int(bare["step_time_ns"]))
     except (LookupError, TypeError, ValueError):
         return None  # a plan that somebody has written by hand
-    return found if math.isfinite(found.step_ns) else None

@@ -62,7 +62,7 @@ class Compared:
         return next((stage for stage in Stage if self.stages[stage] is Outcome.DIFFERENT), None)
 
 
-NOT_IN_COMMON = frozenset((Stage.INPUTS, Stage.OUTPUTS))
+_CALLS = frozenset((Stage.INPUTS, Stage.OUTPUTS))
 """Stages whose entries are calls: those that only one run has are told by the counts in the schedule."""
 
 Places = Collection[tuple[int, Key]]
@@ -101,12 +101,10 @@ def places(a: Run, b: Run) -> set[tuple[int, Key]]:
             for stage in Stage for pair in _pairs(one, other, stage)}
 
 
-def began_otherwise(a: Run, b: Run) -> tuple[str, ...]:
-    """Parameters that two runs do not begin alike with."""
-    if not a.segments or not b.segments:
-        return ()
-    others = b.segments[0].by_key(BEGAN_PARAMETERS)
-    return tuple(entry.name for key, entry in a.segments[0].by_key(BEGAN_PARAMETERS).items()
+def began_otherwise(one: Segment, other: Segment) -> tuple[str, ...]:
+    """Parameters of models that are called for the first time in a step, and were not alike before."""
+    others = other.by_key(BEGAN_PARAMETERS)
+    return tuple(entry.name for key, entry in one.by_key(BEGAN_PARAMETERS).items()
                  if key in others and others[key].value != entry.value)
 
 
@@ -129,7 +127,7 @@ def _pairs(one: Segment, other: Segment, stage: Stage) -> list[Pair]:
     mine, others = _both(one, other, stage)
     common = [Pair(entry, others[key]) for key, entry in mine.items() if key in others and (
         entry.value, entry.shape, entry.dtype) != (others[key].value, others[key].shape, others[key].dtype)]
-    if stage in NOT_IN_COMMON or not (one.whole and other.whole):
+    if stage in _CALLS or not (one.whole and other.whole):
         return common
     missing = [Pair(entry, None) for key, entry in mine.items() if key not in others and entry.value != NOTHING]
     return common + missing + [

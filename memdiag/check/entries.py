@@ -81,10 +81,6 @@ class Segment:
     def of(self, stage: str) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry.stage == stage)
 
-    def count(self, name: str) -> int:
-        """Something that was counted for the schedule."""
-        return next((int(entry.value) for entry in self.of(Stage.SCHEDULE.value) if entry.name == name), 0)
-
 
 @dataclass(frozen=True)
 class Failure:

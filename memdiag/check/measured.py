@@ -11,12 +11,11 @@ from typing import Any
 
 from memdiag.errors import MemdiagError
 from memdiag.trace import Phase, Trace
+from memdiag.trace.model import RESERVED_PEAK
 from memdiag.trace.view import View
 
 WARM = 2
 """Steps after which caches are filled and the optimizer has its state: the first two are not measured."""
-
-_RESERVED = "reserved_bytes.all.peak"
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,8 @@ def memory(trace: Trace) -> Memory:
             label = Phase(phase).label
             phases[label] = max(phases.get(label, 0), int(size))
     highest = max(phases, key=lambda label: phases[label])
-    table = trace["device_stats"]
-    reserved = None
-    if _RESERVED in trace.text and view.device in trace.about.get("devices", ()):
-        mine = (table["name"] == trace.text.index(_RESERVED)) & (
-            table["device"] == trace.about["devices"].index(view.device))
-        reserved = int(table["value"][mine].max()) if mine.any() else None
     shapes = trace.string(int(trace["steps"]["input_shapes"][-1]))
-    return Memory(view.device, phases[highest], highest, phases, reserved, trace.about, shapes)
+    return Memory(view.device, phases[highest], highest, phases, view.highest(RESERVED_PEAK), trace.about, shapes)
 
 
 @dataclass(frozen=True)

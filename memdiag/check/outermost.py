@@ -88,9 +88,7 @@ class Outermost:
             if root is not None:
                 self._meet(root)
         if not self._open and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            given = args, locals_of(sys._getframe(2)).get("kwargs") or {}
-            first = next((tensor for tensor in tensors_in(given) if tensor.dim()), None)
-            self.examples += 0 if first is None else first.shape[0]
+            self.examples += rows_of((args, locals_of(sys._getframe(2)).get("kwargs") or {}))
         self._open.append(module)
 
     @plain
@@ -123,3 +121,8 @@ class Outermost:
                 {"modules": [here[module] for module in modules], "kind": "selective" if keep else "full",
                  "keep": list(keep)} for modules, keep in mine]}]})
             self.put_in += mine
+
+
+def rows_of(given: Any) -> int:
+    """Examples in what a model is given: rows of the first tensor that has any."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(given) if tensor.dim()), 0)

@@ -28,7 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from memdiag.check import entries as e
 from memdiag.check.entries import Entry, Failure, RunWriter, Segment, Stage
-from memdiag.check.outermost import Outermost
+from memdiag.check.outermost import Outermost, rows_of
 from memdiag.check.spec import Spec
 from memdiag.record.facts import innermost, plain
 from memdiag.record.frames import locals_of, user_line
@@ -158,8 +158,7 @@ class Watch:
                    str(torch.get_autocast_dtype(kind)) if casting else "off")
         if grad:
             self._forwards += 1
-            first = next((tensor for _, tensor in _labelled(args, kwargs) if tensor.dim()), None)
-            self._examples += 0 if first is None else first.shape[0]
+            self._examples += rows_of((args, kwargs))
 
     def _meet(self, root: nn.Module) -> None:
         """A model is called for the first time."""

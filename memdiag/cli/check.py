@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memdiag.cli import paths
-from memdiag.cli.output import json_path, show_or_write
+from memdiag.cli.output import is_seen, json_path, show_or_write
 from memdiag.errors import MemdiagError
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ def _request(
     scripts: list[Target], plan_file: str | None, patterns: tuple[str, ...], allow: tuple[str, ...],
     small: str | None, counts: tuple[int, int, int],
 ) -> Request:
-    from memdiag.check.arms import Script
     from memdiag.check.check import Request, predicted
     from memdiag.check.spec import Regions
 
@@ -127,7 +126,7 @@ def _request(
                                "--choose NAME --json FILE`")
         regions = Regions(tuple((region.modules, region.keep) for region in chosen))
         said = predicted(json.loads(Path(plan_file).read_text(encoding="utf-8")))
-    as_is, *others = [Script(one.path, one.module, one.args) for one in scripts]
+    as_is, *others = scripts
     steps, rounds, timed_steps = counts
     try:
         few = None if small is None else tuple(shlex.split(small))
@@ -143,7 +142,7 @@ def _progress(quiet: bool) -> Callable[[str], None]:
     def say(text: str) -> None:
         nonlocal number
         number += 1
-        if not quiet and sys.stderr is not None and sys.stderr.isatty():
+        if is_seen(sys.stderr, quiet):
             click.echo(f"memdiag: run {number}: {text}", err=True)
 
     return say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memdiag.trace.model import OUTSIDE_PYTORCH, RESERVED_PEAK
 from memdiag.trace.view import View
 
 ASKED_FOR = "asked_for"
@@ -21,7 +22,7 @@ def known_aside(run: View, step: int) -> dict[str, int] | None:
     if run.device == "cpu":
         return {}
     reserved, allocated, outside = (_statistic(run, step, name) for name in (
-        "reserved_bytes.all.peak", "allocated_bytes.all.peak", "outside_pytorch_bytes"))
+        RESERVED_PEAK, "allocated_bytes.all.peak", OUTSIDE_PYTORCH))
     found = {}
     if reserved is not None and allocated is not None:
         found[UNUSED] = reserved - allocated

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -17,6 +18,9 @@ from memdiag.report.json import SCHEMA_VERSION
 from memdiag.report.layout import facts, paragraph, table, words
 from memdiag.report.names import fold
 from memdiag.units import format_bytes
+
+if TYPE_CHECKING:
+    from memdiag.record.process.launch import Target
 
 _SAID = {
     Verdict.SAME: "the same training", Verdict.DIFFERENT: "NOT the same training",
@@ -31,9 +35,9 @@ def render_check(found: Check) -> str:
 
 def _head(found: Check) -> list[str]:
     request = found.request
-    lines = paragraph(f"{request.script}: {_SAID[found.verdict]}")
+    lines = paragraph(f"{_command(request.script)}: {_SAID[found.verdict]}")
     if request.other is not None:
-        lines += paragraph(f"the second script: {request.other}")
+        lines += paragraph(f"the second script: {_command(request.other)}")
     if request.small is not None:
         lines += paragraph(f"values compared with other arguments: {' '.join(request.small)}; memory and time are of "
                            "its own")
@@ -43,6 +47,10 @@ def _head(found: Check) -> list[str]:
     if found.output and found.verdict is Verdict.COULD_NOT_RUN:
         lines += ["", "  The last that it printed:", *(f"    {line}" for line in found.output.splitlines())]
     return [line[2:] if number == 0 else line for number, line in enumerate(lines)]
+
+
+def _command(script: Target) -> str:
+    return shlex.join(script.argv)
 
 
 def _difference(found: Check) -> list[str]:
@@ -223,7 +231,7 @@ def check_as_dict(found: Check) -> dict[str, Any]:
     known = next((memory.about for memory in found.memories if memory is not None), {})
     return {
         "schema_version": SCHEMA_VERSION,
-        "about": {**known, "argv": str(request.script), "other": None if request.other is None else str(request.other),
+        "about": {**known, "argv": request.script.argv, "other": None if request.other is None else request.other.argv,
                   "small": None if request.small is None else list(request.small), "check_seed": SEED,
                   "precision": found.precision},
         "verdict": found.verdict.value,
@@ -288,7 +296,7 @@ def check_to_json(found: Check) -> str:
 
 def check_to_markdown(found: Check) -> str:
     """The check as Markdown: the sentence, two tables and what it was measured under."""
-    lines = [f"**`{found.request.script}`: {_SAID[found.verdict]}**", ""]
+    lines = [f"**`{_command(found.request.script)}`: {_SAID[found.verdict]}**", ""]
     if found.why_not is not None:
         lines += [found.why_not, ""]
     if found.difference is not None:

@@ -14,6 +14,7 @@ from memdiag.diagnose import Diagnosis, diagnose
 from memdiag.report.names import fold
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Role, Trace
 from memdiag.trace.ledger import Roles
+from memdiag.trace.model import OUTSIDE_PYTORCH, RESERVED_PEAK
 from memdiag.trace.nesting import Nesting, span_rows
 from memdiag.trace.peak import span_steps
 from memdiag.trace.places import Place, birth, module_names, operator_names, relative
@@ -21,11 +22,6 @@ from memdiag.trace.timeline import timeline
 from memdiag.trace.view import View
 
 Ints = NDArray[np.int64]
-
-RESERVED_PEAK = "reserved_bytes.all.peak"
-"""Device statistic: the most that the allocator has held so far, free blocks included."""
-OUTSIDE_PYTORCH = "outside_pytorch_bytes"
-"""Device statistic: memory of the device in use by others than PyTorch's allocator."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def summarize(trace: Trace) -> Summary:
         other_devices={other: timeline(trace, other).peak_bytes for other in view.other_devices},
         peak=peak,
         roles_at_peak=_roles_at_peak(view),
-        outside_allocator=_outside(trace, device),
+        outside_allocator=_outside(view),
         phases=_phases(view),
         steps=_steps(trace),
         saved=saved,
@@ -184,7 +180,7 @@ def _peak(view: View) -> Peak:
     place = Place(None, None, None)
     if seen is not None:
         step, phase, place = seen.where(moment.event)
-    reserved = _statistic(view.trace, RESERVED_PEAK, view.device)
+    reserved = view.highest(RESERVED_PEAK)
     return Peak(moment.bytes, reserved, step, phase, place.module, place.operator, place.line)
 
 
@@ -234,7 +230,8 @@ def _steps(trace: Trace) -> list[Step]:
     ]
 
 
-def _outside(trace: Trace, device: str) -> OutsideAllocator:
+def _outside(view: View) -> OutsideAllocator:
+    trace = view.trace
     pools = trace["allocations"]["pool"]
 
     def peak(pool: Pool) -> int | None:
@@ -246,17 +243,8 @@ def _outside(trace: Trace, device: str) -> OutsideAllocator:
         mapped=peak(Pool.MAPPED),
         numpy=peak(Pool.NUMPY),
         host_rss=_known(trace["steps"]["host_rss"].max(initial=NONE)),
-        outside_pytorch=_statistic(trace, OUTSIDE_PYTORCH, device),
+        outside_pytorch=view.highest(OUTSIDE_PYTORCH),
     )
-
-
-def _statistic(trace: Trace, name: str, device: str) -> int | None:
-    """The highest value of a device's statistic over the steps; None where the device has none."""
-    table = trace["device_stats"]
-    if name not in trace.text or device not in trace.about.get("devices", ()):
-        return None
-    mine = (table["name"] == trace.text.index(name)) & (table["device"] == trace.about["devices"].index(device))
-    return int(table["value"][mine].max()) if mine.any() else None
 
 
 # --- saved for backward -----------------------------------------------------------------------------------------

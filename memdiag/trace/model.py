@@ -206,6 +206,11 @@ ITS_GRAPH = "its graph"
 BOUNDED_ITEM = "[* of {}]"
 """In the chain of a holder: an item of a container that keeps no more than so many (a deque's ``maxlen``)."""
 
+RESERVED_PEAK = "reserved_bytes.all.peak"
+"""Device statistic: the most that the allocator has held so far, free blocks included."""
+OUTSIDE_PYTORCH = "outside_pytorch_bytes"
+"""Device statistic: memory of the device in use by others than PyTorch's allocator."""
+
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""
 

@@ -143,6 +143,15 @@ class View:
         around = int(self.phases[event])
         return None if around == NONE else self.trace.text[self.trace["spans"]["name"][around]]
 
+    def highest(self, statistic: str) -> int | None:
+        """The highest value of a statistic of the device over the steps; None where it has none, as the CPU."""
+        trace, stats = self.trace, self.trace["device_stats"]
+        if self.device not in trace.about.get("devices", ()):
+            return None
+        mine = np.isin(stats["name"], trace.numbers(statistic))
+        mine &= stats["device"] == trace.about["devices"].index(self.device)
+        return int(stats["value"][mine].max()) if mine.any() else None
+
     def live_after(self, event: int) -> int:
         """Bytes in the allocator after an event; before the first one for NONE."""
         return self.line.start_bytes if event == NONE else int(self.line.live[event])
