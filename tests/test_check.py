@@ -119,7 +119,29 @@ def test_a_counter_that_is_moved_twice(runs: Forked, tmp_path: Path) -> None:
     assert "`blocks.0`" in cause
     assert "updated twice" in cause
     assert proof.startswith("`blocks.0.calls`")
-    assert "1 after the first forward in both, 2 and 4 after the step" in proof
+    assert "1 after the first forward in both, 1 and 2 after backward" in proof
+    assert "what is evaluated later is not" in cause
+
+
+@pytest.mark.parametrize(("reads", "stage", "words"), [
+    # outside the region: its gradients in the first micro-batch are right, what the second one computes is not
+    (("return self.out(x)", "return self.out(x) * (1 + self.blocks[0].calls)"), Stage.BUFFERS,
+     "later forwards of the step return is something else"),
+    # inside: already the first micro-batch's gradients are not
+    (("return x + (y", "return torch.tanh(x * self.calls) + (y"), Stage.GRADIENTS,
+     "kept another state when run again")])
+def test_the_first_difference_is_that_of_the_first_micro_batch(
+    runs: Forked, tmp_path: Path, reads: tuple[str, str], stage: Stage, words: str
+) -> None:
+    # GIVEN blocks that count their calls, and forwards that depend on the count
+    text = HEAD.replace("y = self.drop", "self.calls += 1\n            y = self.drop").replace(*reads) + LOOP
+    # WHEN a step has two micro-batches
+    found = compare_values(request(script(tmp_path, text)), runs)
+    # THEN told is what the first backward does, not what the second forward makes of it
+    assert Stage.OUTPUTS in differing(found)
+    where, cause, _ = first(found)
+    assert where is stage
+    assert words in cause
 
 
 def test_a_loss_that_is_divided_twice(runs: Forked, tmp_path: Path) -> None:

@@ -55,6 +55,19 @@ def test_the_first_stage_of_the_first_step_that_differs() -> None:
         ("gradients", "fc.weight"), ("parameters", "w"))}
 
 
+def test_what_a_micro_batch_leaves_comes_before_the_next_one() -> None:
+    # GIVEN a state that a first micro-batch leaves otherwise, and outputs of the second that follow from it
+    def made(value: str) -> Run:
+        between = [note(Stage.BUFFERS.value, "bn.count", value), note(e.NEXT, "", "")]
+        return run(tensor(Stage.OUTPUTS, "y", "1"), *between, tensor(Stage.OUTPUTS, "y", value, 1))
+
+    # WHEN they are compared THEN the state is first, though a step comes to outputs first
+    assert compare(made("1"), made("2")).first is Stage.BUFFERS
+    # AND where already the first micro-batch's outputs differ, these are
+    assert compare(run(tensor(Stage.OUTPUTS, "y", "1"), *made("1").segments[0].entries[1:]),
+                   run(tensor(Stage.OUTPUTS, "y", "2"), *made("2").segments[0].entries[1:])).first is Stage.OUTPUTS
+
+
 def test_what_is_within_noise_is_no_difference() -> None:
     a, b = run(gradient("1")), run(gradient("2"))
     found = compare(a, b, {(0, ("gradients", "fc.weight", 0))})
@@ -158,9 +171,15 @@ RULES = {
     "reentrant": ([*ran("fc", "0=1"), G1], [*ran("fc", f"0=1{OFF}"), gradient(e.NOTHING)],
                   "`fc` runs in a reentrant checkpoint", "ran with gradients off and not again",
                   [*ran("fc", "0=1"), gradient(e.NOTHING)]),
+    "own-state": ([*AGAIN, note(e.BUFFERS_MIDWAY, "fc.calls", "1"), G1, note(Stage.BUFFERS.value, "fc.calls", "1")],
+                  [*AGAIN, note(e.BUFFERS_MIDWAY, "fc.calls", "1"), *ran("fc", "0=1", again=True), G2,
+                   note(Stage.BUFFERS.value, "fc.calls", "2")], "`fc` kept another state when run again",
+                  "`fc.calls`: 1 and 2 after backward",
+                  [*AGAIN, note(e.BUFFERS_MIDWAY, "fc.running_mean", "1"), *ran("fc", "0=1", again=True), G2,
+                   note(Stage.BUFFERS.value, "fc.running_mean", "2")]),
     "boundary": ([G1], [G2], "backward differs where forward does not", "`fc.weight`", [gradient(e.NOTHING)]),
     "twice": ([note(e.BUFFERS_MIDWAY, "bn.count", "1"), B1], [note(e.BUFFERS_MIDWAY, "bn.count", "1"), B2],
-              "`bn` is updated twice", "1 after the first forward in both, 1 and 2 after the step",
+              "`bn` is updated twice", "1 after the first forward in both, 1 and 2 after backward",
               [note(e.BUFFERS_MIDWAY, "bn.count", "2"), B2]),
     "state": ([B1], [note(e.BUFFERS_MIDWAY, "bn.count", "2"), B2], "do so already after the forward",
               "`bn.count`: 1 and 2", [B2]),

@@ -63,7 +63,7 @@ def likely_cause(a: Run, b: Run, compared: Compared, ratios: Mapping[str, float]
         Stage.INPUTS: (_drawn_before, _other_data),
         Stage.OUTPUTS: (_began_otherwise, _other_mode, _scaled_loss, _drawn_before, _diverges),
         Stage.GRADIENTS: (_accumulates, _weights_changed, _given_changed, _recomputed_otherwise, _no_gradient,
-                          _drew_otherwise, _scaled_gradients, _at_the_boundary),
+                          _drew_otherwise, _scaled_gradients, _read_its_own_state, _at_the_boundary),
         Stage.BUFFERS: (_updated_twice, _other_state),
         Stage.RANDOM_STATE: (_draws_more,),
         Stage.PARAMETERS: (_began_otherwise, _other_groups, _other_settings, _other_update),
@@ -275,6 +275,29 @@ def _scaled_gradients(seen: _Seen) -> Cause | None:
 _NEAR = 1e-4
 
 
+def _read_its_own_state(seen: _Seen) -> Cause | None:
+    """A state that a region has changed itself by the time it runs again."""
+    again = {entry.name for entry in seen.b.of(e.RECOMPUTED)}
+    found: list[Pair] = []
+    for pair in _moved_again(seen):
+        module, _, key = pair.name.rpartition(".")
+        # What a plan makes a checkpoint runs again without a call of the module itself.
+        ran_again = module in again or any(name.startswith(f"{module}.") for name in again)
+        if ran_again and key not in _STATISTICS:
+            found.append(pair)
+    if not found:
+        return None
+    modules = tuple(dict.fromkeys(pair.name.rpartition(".")[0] for pair in found))
+    return Cause(f"{_some(modules)} kept another state when run again for backward than in the forward, and changes it "
+                 "by running: what depends on it is computed otherwise",
+                 f"`{found[0].name}`{_told(found[0])} after backward, equal after the forward; and that "
+                 f"`{modules[0]}` ran again", modules)
+
+
+_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+"""Of a batch norm: moved by a recomputation too, but nothing that is trained depends on them."""
+
+
 def _at_the_boundary(seen: _Seen) -> Cause:
     pairs = seen.different[Stage.GRADIENTS]
     return Cause("backward differs where forward does not: a tensor is detached or written to in place at the edge of "
@@ -306,26 +329,42 @@ def _comes_before(seen: _Seen, one: Entry, other: Entry) -> bool:
 # --- buffers, random state, parameters, schedule ------------------------------------------------------------------
 
 
-def _updated_twice(seen: _Seen) -> Cause | None:
-    """Equal after the first forward, and in the second run something else after backward."""
-    midway = [{entry.name: entry for entry in segment.of(e.BUFFERS_MIDWAY) if not entry.nth}
-              for segment in (seen.a, seen.b)]
-    last = {entry.name: entry for entry in seen.b.of(e.BUFFERS_MIDWAY)}
+def _moved_again(seen: _Seen) -> list[Pair]:
+    """State that is equal after the first forward, and in the second run something else after backward."""
+    midway = [_midway(segment) for segment in (seen.a, seen.b)]
+    last: dict[str, str] = {}  # what forwards have left
+    after: dict[e.Key, str | None] = {}  # and of that, what was there when a backward had left something else
+    for entry in seen.b.entries:
+        if entry.stage == e.BUFFERS_MIDWAY:
+            last[entry.name] = entry.value
+        elif entry.stage == Stage.BUFFERS.value:
+            after[entry.key] = last.get(entry.name)
     # Later forwards of a step find what a backward before them has left.
-    found = [pair for pair in seen.different[Stage.BUFFERS]
-             if pair.b is not None and _value(midway[0].get(pair.name)) == _value(midway[1].get(pair.name))
-             and pair.b.value != _value(last.get(pair.name))]
+    return [pair for pair in seen.different[Stage.BUFFERS]
+            if pair.b is not None and midway[0].get(pair.name) == midway[1].get(pair.name)
+            and pair.b.value != after.get(pair.key)]
+
+
+def _midway(segment: Segment) -> dict[str, str]:
+    """State after the first forward."""
+    return {entry.name: entry.value for entry in segment.of(e.BUFFERS_MIDWAY) if not entry.nth}
+
+
+def _updated_twice(seen: _Seen) -> Cause | None:
+    found = _moved_again(seen)
     if not found:
         return None
     plainest = next((pair for pair in found if pair.b is not None and pair.b.shape in (None, "[]")), found[0])
     modules = tuple(dict.fromkeys(pair.name.rpartition(".")[0] for pair in found))
     plain = plainest.b is not None and plainest.b.shape in (None, "[]")
-    after = _value(midway[1].get(plainest.name)) if plain else None
-    told = f": {after} after the first forward in both, {_values(plainest)} after the step" if after else (
-        ": equal after the first forward, and not after the step")
+    known = _midway(seen.b).get(plainest.name) if plain else None
+    told = f": {known} after the first forward in both, {_values(plainest)} after backward" if known else (
+        ": equal after the first forward, and not after backward")
+    follows = ("what later forwards of the step return is something else" if seen.different[Stage.OUTPUTS] else
+               "what is trained is the same, what is evaluated later is not")
     return Cause(
         f"the state of {_some(modules)} is updated twice: once more when the region runs again for backward (the "
-        "running statistics of a batch norm, a counter); what is trained is the same, what is evaluated later is not",
+        f"running statistics of a batch norm, a counter); {follows}",
         f"`{plainest.name}`{told}", modules)
 
 

@@ -338,9 +338,14 @@ def _within_noise(
     from memdiag.check.values import Kept, within_noise
 
     found: set[tuple[int, Key]] = set()
+    moments = [segment.moments() for segment in a.segments]
     order = {stage.value: number for number, stage in enumerate(Stage)}
-    earliest = min((step, order[key[0]]) for step, key in noise)
-    differ = {(step, key) for step, key in places(a, b) if (step, order[key[0]]) >= earliest}
+
+    def when(step: int, key: Key) -> tuple[int, float, int]:
+        return (step, *moments[step].get(key, (0, order[key[0]])))
+
+    earliest = min(when(step, key) for step, key in noise)
+    differ = {(step, key) for step, key in places(a, b) if when(step, key) >= earliest}
     for step in sorted({step for step, _ in differ}):
         mine = [(at, key) for at, key in sorted(differ) if at == step]
         entries = {entry.key: entry for entry in a.segments[step].entries}

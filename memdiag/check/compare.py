@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,17 +49,14 @@ class Compared:
         stages: how each came out: in that step, or in all where none differs.
         different: what differs in that step, in the order in which it was looked at.
         steps: that both have.
+        first: the first stage that differs; None where none does.
     """
 
     step: int | None
     stages: dict[Stage, Outcome]
     different: dict[Stage, list[Pair]]
     steps: int
-
-    @property
-    def first(self) -> Stage | None:
-        """The first stage that differs."""
-        return next((stage for stage in Stage if self.stages[stage] is Outcome.DIFFERENT), None)
+    first: Stage | None = None
 
 
 _CALLS = frozenset((Stage.INPUTS, Stage.OUTPUTS))
@@ -82,7 +79,7 @@ def compare(a: Run, b: Run, within: Places = ()) -> Compared:
         found = {stage: [pair for pair in pairs[stage] if (step, pair.key) not in within] for stage in Stage}
         if any(found.values()):
             outcomes = {stage: _outcome(one, other, stage, found[stage], pairs[stage]) for stage in Stage}
-            return Compared(step, outcomes, found, steps)
+            return Compared(step, outcomes, found, steps, _first(one, other, found))
     noisy = {stage for step, (one, other) in enumerate(both) for stage in Stage if _pairs(one, other, stage)}
     stages = {stage: _outcome(*both[-1], stage, [], [stage] * (stage in noisy)) if both else Outcome.NOT_COMPARED
               for stage in Stage}
@@ -91,8 +88,16 @@ def compare(a: Run, b: Run, within: Places = ()) -> Compared:
         stages[Stage.SCHEDULE] = Outcome.DIFFERENT
         counts = [Entry(Stage.SCHEDULE.value, "steps of optimizers", 0, str(len(run.segments))) for run in (a, b)]
         different[Stage.SCHEDULE] = [Pair(*counts)]
-        return Compared(steps, stages, different, steps)
+        return Compared(steps, stages, different, steps, Stage.SCHEDULE)
     return Compared(None, stages, different, steps)
+
+
+def _first(one: Segment, other: Segment, found: Mapping[Stage, Sequence[Pair]]) -> Stage:
+    """The stage of what was taken first of all that differs: a micro-batch begins with what those before it left."""
+    moments = other.moments() | one.moments()
+    when = {stage: min(moments.get(pair.key, (0, place)) for pair in found[stage])
+            for place, stage in enumerate(Stage) if found[stage]}
+    return min(when, key=lambda stage: when[stage])
 
 
 def places(a: Run, b: Run) -> set[tuple[int, Key]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +26,7 @@ class Stage(Enum):
 # What is noted besides: no stage of its own, but it tells what made one differ.
 BEGAN_RANDOM = "random_state_before"
 BEGAN_PARAMETERS = "parameters_before"
+NEXT = "next_micro_batch"
 BUFFERS_MIDWAY = "buffers_after_forward"
 CALL = "call"
 RECOMPUTED = "recomputed_call"
@@ -33,6 +35,10 @@ RECOMPUTED_RETURNED = "recomputed_call_returned"
 
 Key = tuple[str, str, int]
 """Of an entry in its step: stage, name, and its number among those of that name."""
+
+
+Moment = tuple[float, int]
+"""In a step: its micro-batch, and the place of the stage; parameters and schedule come after all of them."""
 
 
 class Entry(NamedTuple):
@@ -77,6 +83,18 @@ class Segment:
 
     def by_key(self, stage: str) -> dict[Key, Entry]:
         return {entry.key: entry for entry in self.entries if entry.stage == stage}
+
+    def moments(self) -> dict[Key, Moment]:
+        """When each entry was taken."""
+        order = {stage.value: number for number, stage in enumerate(Stage)}
+        micro_batch = 0
+        found: dict[Key, Moment] = {}
+        for entry in self.entries:
+            micro_batch += entry.stage == NEXT
+            if entry.stage in order:
+                last = entry.stage in (Stage.PARAMETERS.value, Stage.SCHEDULE.value)
+                found[entry.key] = (math.inf if last else micro_batch, order[entry.stage])
+        return found
 
     def of(self, stage: str) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry.stage == stage)

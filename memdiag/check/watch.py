@@ -71,6 +71,7 @@ class Watch:
         self._backward = self._optimizer = 0
         self._stepped = False
         self._backwards = self._forwards = self._examples = 0
+        self._looked_after = 0  # how many backwards of the step
         self._optimizers: list[int] = []
         self._at_first: dict[tuple[int, str], str] = {}  # what modules kept before they were called
         self._unreadable: dict[str, None] = {}
@@ -145,6 +146,9 @@ class Watch:
         grad = torch.is_grad_enabled()
         if grad and not self._optimizer and self._steps.forward_begins():
             self._end_segment()
+        if grad and self._backwards > self._looked_after:  # the next micro-batch begins with what that backward left
+            self._looked_after = self._backwards
+            self._between()
         name = self._outermost.names.of(module)
         for label, tensor in _labelled(args, kwargs):
             self._tensor(Stage.INPUTS.value, f"{name} {label}", tensor)
@@ -245,15 +249,22 @@ class Watch:
 
         return step
 
+    def _between(self) -> None:
+        self._gradients()
+        self._state(Stage.BUFFERS.value)
+        self._random(Stage.RANDOM_STATE.value)
+        self._note(e.NEXT, "", "")
+
     @plain
-    def _gradients(self, optimizer: Optimizer) -> None:
+    def _gradients(self, optimizer: Optimizer | None = None) -> None:
         seen: set[int] = set()
-        for name, parameter in self._named(optimizer):
+        for name, parameter in () if optimizer is None else self._named(optimizer):
             seen.add(id(parameter))
             self._gradient(name, parameter)
         for root in self._models():
             for name, parameter in self._parameters(root):
                 if id(parameter) not in seen and parameter.requires_grad:
+                    seen.add(id(parameter))
                     self._gradient(name, parameter)
 
     def _gradient(self, name: str, parameter: torch.Tensor) -> None:
@@ -315,7 +326,7 @@ class Watch:
         self._writer.segment(self._segment)
         self._segment, self._number = Segment(), self._number + 1
         self._counts.clear()
-        self._backwards = self._forwards = self._examples = 0
+        self._backwards = self._forwards = self._examples = self._looked_after = 0
         if whole and self._steps.closed >= self._spec.steps and self._undo:
             raise SystemExit(0)
 
