@@ -452,6 +452,33 @@ def test_the_guilty_region_is_named(runs: Forked, tmp_path: Path) -> None:
     assert found.difference is not None
     assert found.difference.guilty == ("blocks.1",)
     assert found.difference.alone
+    # AND the probe of its safety tells the line
+    assert found.difference.probed is not None
+    line = dedent(text).splitlines().index("        self.calls += 1 if self.odd else 0") + 1
+    assert [(module, told) for module, told, _ in found.difference.probed] == [
+        ("blocks.1", "attribute `blocks.1.calls` changes, and would change twice")]
+    assert (found.difference.probed[0].line or "").endswith(f"train.py:{line}")
+
+
+OWN_GENERATOR = HEAD.replace("self.calls = 0", "self.own = torch.Generator().manual_seed(1)").replace(
+    "y = self.drop(torch.tanh(self.fc(x)))", "y = torch.tanh(self.fc(x)) * torch.rand(8, generator=self.own)")
+BY_NAME = OWN_GENERATOR.replace("self.own = torch.Generator()", "own[self] = torch.Generator()").replace(
+    "self.own", "own[self]").replace("class Block", "own = {}\n\n    class Block")
+
+
+@pytest.mark.parametrize(("text", "words", "proof"), [
+    (OWN_GENERATOR, "`blocks.0.own` is a generator of its own", "the random state after the step"),
+    (BY_NAME, "draws from a generator of its own, which a checkpoint does not set back (",
+     "two forwards of `blocks.0` from one state; and the gradients of")])
+def test_a_generator_of_a_region(runs: Forked, tmp_path: Path, text: str, words: str, proof: str) -> None:
+    # GIVEN blocks that draw from generators of their own, which they keep, or something else does
+    found = compare_values(request(script(tmp_path, text + LOOP)), runs)
+    # THEN it is told, by the state of the generator, and where that is not seen by the probe of their safety
+    stage, cause, proved_by = first(found)
+    assert stage is Stage.GRADIENTS
+    assert words in cause
+    assert proof in proved_by
+    assert (Stage.RANDOM_STATE in differing(found)) == (text is OWN_GENERATOR)
 
 
 NOISE = """
@@ -476,6 +503,19 @@ def test_noise_is_told_from_a_difference(runs: Forked, tmp_path: Path) -> None:
         "return block(x)", "return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)"))
     assert other.verdict is Verdict.DIFFERENT
     assert other.stages[Stage.GRADIENTS] is Outcome.DIFFERENT
+
+
+def test_the_guilty_region_is_named_among_noise(runs: Forked, tmp_path: Path) -> None:
+    # GIVEN gradients with noise, and three blocks of which one draws from a generator of its own
+    loop = LOOP.replace("model = Model()", "model = Model()\n    model.blocks[1].odd = True")
+    text = BY_NAME.replace("torch.rand(8, generator=own[self])", "(torch.rand(8, generator=own[self]) if self.odd else 1)")
+    text = text.replace("own[self] = ", "self.odd = False\n            own[self] = ") + loop.replace(
+        "    for step", NOISE + "    for step")
+    # WHEN all are checkpoints THEN noise does not hide which it is
+    found = compare_values(request(script(tmp_path, text)), runs)
+    assert found.noise > 0
+    assert found.difference is not None
+    assert (found.difference.guilty, found.difference.alone) == (("blocks.1",), True)
 
 
 def test_memory_is_measured(runs: Forked, tmp_path: Path) -> None:

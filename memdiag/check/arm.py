@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
 
     def make() -> AbstractContextManager[Any]:
         _seed_others()
-        if spec.what == "record":
+        if spec.what in ("record", "probe"):
             from memdiag.check.recorded import Recorded
 
             return Recorded(spec, folder / RECORDED, target, refused, parent)

@@ -26,11 +26,13 @@ class Cause:
         text: the likely cause.
         proved_by: the compared quantity that shows it.
         names: of the modules, or of the tensors, that it is about.
+        last_resort: nothing points to it but that no other rule holds.
     """
 
     text: str
     proved_by: str
     names: tuple[str, ...] = ()
+    last_resort: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ def _drawn_before(seen: _Seen) -> Cause | None:
     if which is None:
         return None
     return Cause(
-        f"random numbers that were drawn before this forward differ ({which.name}'s generator): other seeds, or one "
+        f"random numbers that were drawn before this forward differ ({_whose(which.name)}): other seeds, or one "
         "run draws more of them, so that data, order or dropout are others",
-        f"the state of {which.name}'s random generator when the forward began", _names(seen.different[Stage.INPUTS]))
+        f"the state of {_whose(which.name)} when the forward began", _names(seen.different[Stage.INPUTS]))
 
 
 def _other_data(seen: _Seen) -> Cause:
@@ -226,8 +228,8 @@ def _recomputed_otherwise(seen: _Seen) -> Cause | None:
         return None
     proof = f"what `{entry.name}` returns, in its forward and when it ran again"
     if seen.different[Stage.RANDOM_STATE]:
-        return Cause(f"`{entry.name}` drew other random numbers when it ran again for backward: keep "
-                     "preserve_rng_state=True", f"{proof}; and the random state after the step", (entry.name,))
+        return Cause(f"`{entry.name}` drew other random numbers when it ran again for backward: {_to_keep(seen)}",
+                     f"{proof}; and the random state after the step", (entry.name,))
     return Cause(f"`{entry.name}` did not compute the same when it ran again for backward: it depends on a state that "
                  "had changed, or draws from a generator of its own", proof, (entry.name,))
 
@@ -238,9 +240,17 @@ def _drew_otherwise(seen: _Seen) -> Cause | None:
     if not again or not seen.different[Stage.RANDOM_STATE]:
         return None
     regions = tuple(name for name in again if not any(name.startswith(f"{other}.") for other in again))
-    return Cause(f"{_some(regions)} drew other random numbers when run again for backward: keep "
-                 "preserve_rng_state=True", f"the random state after the step, and that {_some(regions)} ran again",
-                 regions)
+    return Cause(f"{_some(regions)} drew other random numbers when run again for backward: {_to_keep(seen)}",
+                 f"the random state after the step, and that {_some(regions)} ran again", regions)
+
+
+def _to_keep(seen: _Seen) -> str:
+    """What keeps random numbers alike."""
+    own = seen.pair(Stage.RANDOM_STATE, e.OWN_GENERATOR)
+    if own is None:
+        return "keep preserve_rng_state=True"
+    return (f"`{own.name.removeprefix(e.OWN_GENERATOR)}` is a generator of its own, which a checkpoint does not set "
+            "back; draw from PyTorch's own, or before the region")
 
 
 def _no_gradient(seen: _Seen) -> Cause | None:
@@ -302,7 +312,7 @@ def _at_the_boundary(seen: _Seen) -> Cause:
     pairs = seen.different[Stage.GRADIENTS]
     return Cause("backward differs where forward does not: a tensor is detached or written to in place at the edge of "
                  "a region, or a function has a backward of its own that depends on more than its inputs",
-                 f"the gradients of {_some([pair.name for pair in pairs])}", _names(pairs))
+                 f"the gradients of {_some([pair.name for pair in pairs])}", _names(pairs), last_resort=True)
 
 
 def _recomputed(seen: _Seen) -> list[tuple[Entry, list[Entry]]]:
@@ -377,8 +387,14 @@ def _other_state(seen: _Seen) -> Cause:
 def _draws_more(seen: _Seen) -> Cause:
     pairs = seen.different[Stage.RANDOM_STATE]
     return Cause("the second run draws another number of random numbers in a step: a region that runs again without "
-                 "its random state put back, or one generator more; what is drawn from the next step on is other",
-                 f"the state of {pairs[0].name}'s random generator after the step", _names(pairs))
+                 "its random state put back, or one generator more; what is drawn from then on is other",
+                 f"the state of {_whose(pairs[0].name)} after backward", _names(pairs))
+
+
+def _whose(name: str) -> str:
+    if name.startswith(e.OWN_GENERATOR):
+        return f"the generator `{name.removeprefix(e.OWN_GENERATOR)}`"
+    return f"{name}'s random generator"
 
 
 def _other_groups(seen: _Seen) -> Cause | None:

@@ -15,6 +15,7 @@ from memdiag.check.cause import Cause, likely_cause, why_failed
 from memdiag.check.compare import Compared, Outcome, Pair, began_otherwise, compare, places
 from memdiag.check.entries import BEGAN_PARAMETERS, Entry, Failure, Key, Run, Stage
 from memdiag.check.measured import Memory, Times, memory, times
+from memdiag.check.probed import Probed, probed
 from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
 from memdiag.check.wrapped import first_names, renamed
 from memdiag.errors import MemdiagError
@@ -90,6 +91,7 @@ class Difference:
         worst: the name of what differs most, beside its norm.
         guilty: of several regions, those that do it by themselves, or together; None where it was not looked for.
         alone: whether they are all that does it.
+        probed: what the probe of their safety says of them; None where there was none.
     """
 
     stage: Stage | None
@@ -101,6 +103,7 @@ class Difference:
     cause: Cause
     guilty: tuple[str, ...] | None = None
     alone: bool = True
+    probed: tuple[Probed, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,32 @@ def compare_values(request: Request, started: Arms) -> Check:
         return Check(request, Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not=str(error))
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Starts runs of both scripts.
+
+    Attributes:
+        there: names in the second script, by those in the first, where they are others.
+    """
+
+    script: Target
+    second: Target
+    started: Arms
+    steps: int
+    there: Mapping[str, str]
+
+    def values(
+        self, step: int, wanted: Sequence[Pair], regions: Regions | None, *, floor: bool = False
+    ) -> list[Left]:
+        """One of each that keeps values of what differs in a step; with ``floor`` two more of the first."""
+        listed = tuple((step, *pair.key) for pair in wanted)
+        there = tuple((step, stage, self.there.get(name, name), nth) for step, stage, name, nth in listed)
+        runs = [(self.script, None, listed), (self.second, regions, there),
+                *([(self.script, None, listed)] * 2 if floor else [])]
+        return [self.started.start("values", one, which, self.steps, places, told="the values of what differs")
+                for one, which, places in runs]
+
+
 def _compare(request: Request, started: Arms) -> Check:
     script, second = request.script, request.second
     if request.small is not None:
@@ -200,19 +229,12 @@ def _compare(request: Request, started: Arms) -> Check:
         raise _NoComparisonError(b.problem, second_left.last_lines())
     names = first_names(a, b) if request.other else {}
     b = renamed(b, names)
-    second_names = {first: name for name, first in names.items()}
+    runs = _Runs(script, second, started, request.steps, {first: name for name, first in names.items()})
 
-    def values(step: int, wanted: Sequence[Pair], *, floor: bool = False) -> list[Left]:
-        """Runs that keep values of what differs in a step."""
-        listed = tuple((step, *pair.key) for pair in wanted)
-        there = tuple((step, stage, second_names.get(name, name), nth) for step, stage, name, nth in listed)
-        runs = [(script, None, listed), (second, request.regions, there),
-                *([(script, None, listed)] * 2 if floor else [])]
-        return [started.start("values", one, regions, request.steps, places, told="the values of what differs")
-                for one, regions, places in runs]
+    def compared_with(run: Run, regions: Regions | None) -> Compared:
+        return compare(a, run, _within_noise(a, run, noise, runs, regions) if noise else ())
 
-    within = _within_noise(a, b, noise, values, second_names) if noise else set()
-    compared = compare(a, b, within)
+    compared = compared_with(b, request.regions)
     found = Check(
         request, Verdict.SAME, compared.stages, steps=compared.steps, noise=len(noise),
         unreadable=tuple(dict.fromkeys((*a.unreadable, *b.unreadable))), failed=b.failure, precision=_precision(a),
@@ -222,7 +244,7 @@ def _compare(request: Request, started: Arms) -> Check:
 
     def differs(regions: Regions) -> bool:
         run = started.start("compare", second, regions, request.steps, told="some of the regions").run
-        return run.failure is not None or compare(a, run, within).step is not None
+        return run.failure is not None or compared_with(run, regions).step is not None
 
     if compared.step is None and b.failure is not None:
         cause = why_failed(b) or Cause(
@@ -233,12 +255,24 @@ def _compare(request: Request, started: Arms) -> Check:
             f"the script ends with {b.failure.kind} {with_checkpoints}"
             + (f", at {b.failure.line}" if b.failure.line else "")))
     else:
-        difference = _difference(a, b, compared, values, second_names)
+        difference = _difference(a, b, compared, runs, request.regions)
         found = replace(found, verdict=Verdict.DIFFERENT)
-    if request.other is None and request.regions is not None and not noise:
-        guilty, alone = bisect(b.about.get("regions", []), differs)
-        difference = replace(difference, guilty=guilty, alone=alone)
+    if request.other is None:
+        guilty, alone = bisect(found.regions, differs)
+        suspects = {module for modules, _ in found.regions for module in modules
+                    if guilty is None or ", ".join(modules) in guilty}
+        reasons = probed(second, suspects, started)
+        cause = difference.cause
+        if reasons and cause.last_resort:
+            cause = _by_the_probe(reasons[0], cause)
+        difference = replace(difference, guilty=guilty, alone=alone, probed=reasons, cause=cause)
     return replace(found, difference=difference)
+
+
+def _by_the_probe(reason: Probed, otherwise: Cause) -> Cause:
+    """What the compared values do not tell by themselves."""
+    return Cause(f"`{reason.module}`: {reason.text}" + (f" ({reason.line})" if reason.line else ""),
+                 f"two forwards of `{reason.module}` from one state; and {otherwise.proved_by}", (reason.module,))
 
 
 def _precision(a: Run) -> str:
@@ -295,12 +329,7 @@ def _problem(a: Run) -> str | None:
     return None
 
 
-def _difference(
-    a: Run, b: Run, compared: Compared, values: Callable[[int, Sequence[Pair]], list[Left]], there: Mapping[str, str]
-) -> Difference:
-    """Args:
-        there: names of the second run, where they are others.
-    """
+def _difference(a: Run, b: Run, compared: Compared, runs: _Runs, regions: Regions | None) -> Difference:
     from memdiag.check.values import Kept, apart
 
     stage, step = compared.first, compared.step
@@ -309,14 +338,14 @@ def _difference(
     pairs = compared.different[stage]
     if step >= compared.steps:  # one run has more steps: there are no values
         return Difference(stage, step, tuple(pairs), None, None, None, likely_cause(a, b, compared, {}))
-    mine, others = (Kept(left.folder / VALUES) for left in values(step, pairs))
+    mine, others = (Kept(left.folder / VALUES) for left in runs.values(step, pairs, regions))
     ratios: dict[str, float] = {}
     absolute: float | None = None
     relative: float | None = None
     worst, norm = None, -1.0
     for pair in pairs:
         kind, name, nth = pair.key
-        found = apart(mine.of((step, kind, name, nth)), others.of((step, kind, there.get(name, name), nth)))
+        found = apart(mine.of((step, kind, name, nth)), others.of((step, kind, runs.there.get(name, name), nth)))
         if found is None:
             continue
         absolute, relative = max(absolute or 0.0, found.absolute), max(relative or 0.0, found.relative)
@@ -329,7 +358,7 @@ def _difference(
 
 
 def _within_noise(
-    a: Run, b: Run, noise: set[tuple[int, Key]], values: Callable[..., list[Left]], there: Mapping[str, str]
+    a: Run, b: Run, noise: set[tuple[int, Key]], runs: _Runs, regions: Regions | None
 ) -> set[tuple[int, Key]]:
     """Places where the second run differs from the first by no more than the first from its repetitions.
 
@@ -352,12 +381,12 @@ def _within_noise(
         pairs = [Pair(entries[key], entries[key]) for _, key in mine if key in entries]
         if not pairs:
             continue
-        first, second, *others = (Kept(left.folder / VALUES) for left in values(step, pairs, floor=True))
+        first, second, *others = (Kept(left.folder / VALUES) for left in runs.values(step, pairs, regions, floor=True))
         length = max((_elements(entry) for entry in a.segments[step].of(Stage.INPUTS.value)), default=1)
         for at, key in mine:
             kind, name, nth = key
             place = (at, *key)
-            second_value = second.of((at, kind, there.get(name, name), nth))
+            second_value = second.of((at, kind, runs.there.get(name, name), nth))
             if within_noise(first.of(place), [other.of(place) for other in others], second_value, length):
                 found.add((at, key))
     return found

@@ -66,6 +66,8 @@ class Entry(NamedTuple):
 
 NOTHING = "None"
 """The value of what could be there and is not: a parameter without a gradient."""
+OWN_GENERATOR = "generator "
+"""How the name of a random generator begins that a module keeps."""
 UNREADABLE = "unreadable"
 """The value of a tensor that has no bits of its own to look at."""
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from memdiag.check.outermost import Outermost
 from memdiag.check.spec import Spec
 from memdiag.record import Options, Recorder
+from memdiag.record.options import PLANNED_STEP
 from memdiag.record.process.launch import Target
 
 
@@ -25,7 +26,8 @@ class Recorded:
         self, spec: Spec, path: Path, target: Target, refused: Callable[[str], None], parent: int
     ) -> None:
         script = getattr(sys.modules["__main__"], "__file__", None)
-        self._recorder = Recorder(path, Options(stop_after=spec.steps), target.argv, script)
+        options = Options(stop_after=spec.steps, plan_step=PLANNED_STEP if spec.what == "probe" else None)
+        self._recorder = Recorder(path, options, target.argv, script)
         self._outermost = Outermost(spec.regions, refused, parent)
 
     def __enter__(self) -> Recorded:

@@ -33,7 +33,8 @@ class Spec:
 
     Attributes:
         what: "compare" takes digests of what a step comes to; "values" keeps the values themselves of what is listed
-            in ``wanted``; "record" records memory; "time" looks only at when steps end.
+            in ``wanted``; "record" records memory, and "probe" what plans are made from besides; "time" looks only at
+            when steps end.
         path, module, args: the script.
         regions: the checkpoints to put into it; None for the script as it is.
         steps: training steps after which it ends.

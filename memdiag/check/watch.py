@@ -357,6 +357,12 @@ class Watch:
             for device in range(cuda.device_count()):
                 self._note(stage, f"torch, cuda:{device}", self._digest(cuda.get_rng_state(device)))
         kind, keys, *rest = cast("tuple[str, Any, int, int, float]", np.random.get_state(legacy=True))
+        for root in self._models():
+            for path, module in root.named_modules():
+                for key, value in vars(module).items():
+                    if isinstance(value, torch.Generator):
+                        name = self._outermost.names.join(root, f"{path}.{key}" if path else key)
+                        self._note(stage, f"{e.OWN_GENERATOR}{name}", self._digest(value.get_state()))
         for name, state in (("Python", repr(random.getstate()).encode()),
                             ("NumPy", keys.tobytes() + repr((kind, rest)).encode())):
             self._note(stage, name, hashlib.blake2b(state, digest_size=8).hexdigest())

@@ -57,7 +57,7 @@ def _difference(found: Check) -> list[str]:
     difference = found.difference
     if difference is None:
         return []
-    names = [pair.name for pair in difference.pairs]
+    names = list(dict.fromkeys(pair.name for pair in difference.pairs))
     known: dict[str, str | None] = {
         "where": None if difference.stage is None else (
             f"{words(difference.stage.value)}, in step {difference.step} of the optimizer: {_some(names)}"),
@@ -66,6 +66,7 @@ def _difference(found: Check) -> list[str]:
         "likely cause": difference.cause.text,
         "proved by": difference.cause.proved_by,
         "guilty": _guilty(difference),
+        "the probe": _probed(difference),
     }
     title = "First difference" if difference.stage is not None else "Why"
     return [title, *facts(known)]
@@ -90,6 +91,17 @@ def _guilty(difference: Difference) -> str | None:
     together = " together" if len(difference.guilty) > 1 else ""
     others = "" if difference.alone else ", and others beside it" if not together else ", and others beside them"
     return f"{', '.join(difference.guilty)}{together}{others}"
+
+
+def _probed(difference: Difference) -> str | None:
+    if difference.probed is None:
+        return None
+    if not difference.probed:
+        return "finds nothing in it that forbids a checkpoint: look at what is around it"
+    reasons = [f"{reason.module} {reason.text}{f' ({reason.line})' if reason.line else ''}"
+               for reason in difference.probed]
+    more = len(reasons) - CHECK_NAMES
+    return "; ".join(reasons[:CHECK_NAMES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _stages(found: Check) -> list[str]:
@@ -127,6 +139,8 @@ def _rows(found: Check) -> list[list[str]]:
         rows.append(["peak, predicted", format_bytes(predicted.bare_peak_bytes), format_bytes(predicted.peak_bytes),
                      f"off {_percent(predicted.peak_bytes, after.peak, 2)}"])
     one, other = found.times
+    if not any(found.times):
+        return rows if any(found.memories) else []
     rows.append(["step time", *_pair(one, other, lambda t: f"{t.step_ns / 1e6:.1f} ± {_ms(t.spread_ns // 2)}",
                                      lambda t: t.step_ns)])
     said = found.predicted_step_ns
@@ -136,7 +150,7 @@ def _rows(found: Check) -> list[list[str]]:
                                              lambda t: _rate(t, t.examples))])
     rows.append(["updates a second", *_pair(one, other, lambda t: _told_rate(t, t.updates),
                                             lambda t: _rate(t, t.updates))])
-    return rows if any(found.memories) or any(found.times) else []
+    return rows
 
 
 def _phases(found: Check) -> list[list[str]]:
@@ -199,8 +213,9 @@ def _facts(found: Check) -> dict[str, str | None]:
         "versions": f"memdiag {about['memdiag']}, torch {about['torch']}, Python {about['python']}"
         + (f", CUDA {about['cuda']}" if memory.device != "cpu" else ""),
         "threads": str(about.get("threads", "")) or None,
-        "clock": f"step time is {clock}, the median of {_number(_count(found), 'step')} in {rounds}, ± half of what is "
-        "between the quartiles; rates are by the time of the day",
+        "clock": None if not any(found.times) else (
+            f"step time is {clock}, the median of {_number(_count(found), 'step')} in {rounds}, ± half of what "
+            "is between the quartiles; rates are by the time of the day"),
     }
 
 
@@ -262,7 +277,7 @@ def _difference_as_dict(difference: Difference) -> dict[str, Any]:
     return {
         "stage": None if difference.stage is None else difference.stage.value,
         "step": difference.step,
-        "names": [pair.name for pair in difference.pairs],
+        "names": list(dict.fromkeys(pair.name for pair in difference.pairs)),
         "tensors": [{"name": pair.name, "shape": entry.shape, "dtype": entry.dtype}
                     for pair in difference.pairs if (entry := pair.a or pair.b) is not None],
         "worst_absolute": difference.worst_absolute,
@@ -273,6 +288,7 @@ def _difference_as_dict(difference: Difference) -> dict[str, Any]:
         "modules": list(difference.cause.names),
         "guilty": None if difference.guilty is None else list(difference.guilty),
         "guilty_alone": difference.alone,
+        "probed": None if difference.probed is None else [reason._asdict() for reason in difference.probed],
     }
 
 
