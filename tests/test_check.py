@@ -509,8 +509,9 @@ def test_the_guilty_region_is_named_among_noise(runs: Forked, tmp_path: Path) ->
     # GIVEN gradients with noise, and three blocks of which one draws from a generator of its own
     loop = LOOP.replace("model = Model()", "model = Model()\n    model.blocks[1].odd = True")
     drawn = "torch.rand(8, generator=own[self])"
-    text = BY_NAME.replace(drawn, f"({drawn} if self.odd else 1)").replace("own[self] = ", "self.odd = False\n            own[self] = ") + loop.replace(
-        "    for step", NOISE + "    for step")
+    text = BY_NAME.replace(drawn, f"({drawn} if self.odd else 1)")
+    text = text.replace("own[self] = ", "self.odd = False\n            own[self] = ")
+    text += loop.replace("    for step", NOISE + "    for step")
     # WHEN all are checkpoints THEN noise does not hide which it is
     found = compare_values(request(script(tmp_path, text)), runs)
     assert found.noise > 0

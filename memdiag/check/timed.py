@@ -8,17 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from memdiag.check.outermost import Outermost
 from memdiag.check.spec import Spec
+from memdiag.check.training import Training
 from memdiag.record.clock import worked_ns
-from memdiag.record.hooks.steps import Steps
-from memdiag.record.patch import replaced
 
 
 class Timed:
@@ -37,62 +33,42 @@ class Timed:
     def __init__(self, spec: Spec, path: Path, refused: Callable[[str], None], parent: int) -> None:
         self._spec, self._path = spec, path
         self._outermost = Outermost(spec.regions, refused, parent)
-        self._steps = Steps()
         self._thread = threading.get_ident()
+        self._training = Training(self._mine)
+        self._training.optimizer_ended = self._updated
+        self._training.step_may_end = self._step_may_end
         self._ends: list[tuple[int, int]] = []
-        self._undo: list[Callable[[], None]] = []
-        self._depth = self._updates = 0
+        self._updates = self._closed = 0
 
     def __enter__(self) -> Timed:
         self._outermost.start()
-        self._undo += [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove,
-            replaced(torch.autograd, "_engine_run_backward", self._watch_backward),
-            self._outermost.stop]
+        self._training.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._outermost.stop()
+        self._training.stop()
         held = {"ends": self._ends, "examples": self._outermost.examples,
-                "updates": round(self._updates / max(self._steps.closed, 1))}
+                "updates": round(self._updates / max(self._closed, 1))}
         self._path.write_text(json.dumps(held), encoding="utf-8")
 
-    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            mine = not self._depth and threading.get_ident() == self._thread
-            if mine and self._steps.forward_begins():
-                self._step_ends()
-            result = original(*args, **kwargs)
-            if mine:
-                self._steps.backward_ended()
-            return result
+    def _mine(self) -> bool:
+        return threading.get_ident() == self._thread
 
-        return run_backward
+    def _updated(self, optimizer: Optimizer, skipped: bool) -> None:
+        self._updates += not skipped
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._steps.optimizer_begins(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._updates += 1
-            before = self._steps.closed
-            self._steps.optimizer_ended(optimizer)
-            if self._steps.closed > before:
-                self._step_ends()
-
-    def _step_ends(self) -> None:
+    def _step_may_end(self) -> None:
+        if self._training.steps.closed == self._closed:
+            return
+        self._closed = self._training.steps.closed
         self._ends.append((worked_ns(), perf_counter_ns()))
         self._outermost.alone()
-        if self._steps.closed == _KNOWN:
+        if self._closed == _KNOWN:
             self._outermost.stop()
-        if self._steps.closed >= self._spec.steps:
+        if self._closed >= self._spec.steps:
             raise SystemExit(0)
 
 

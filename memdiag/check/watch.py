@@ -24,17 +24,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from memdiag.check import entries as e
 from memdiag.check.entries import Entry, Failure, RunWriter, Segment, Stage
 from memdiag.check.outermost import Outermost, rows_of
 from memdiag.check.spec import Spec
+from memdiag.check.training import Training
 from memdiag.record.facts import innermost, plain
 from memdiag.record.frames import locals_of, user_line
 from memdiag.record.hooks.modules import tensors_in
-from memdiag.record.hooks.steps import Steps
-from memdiag.record.patch import replaced
 from memdiag.record.regions.digests import Digests
 
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
@@ -62,14 +60,18 @@ class Watch:
         self._writer = RunWriter(result)
         self._outermost = Outermost(spec.regions, refused, parent)
         self._digests = Digests()
-        self._steps = Steps()
         self._thread = threading.get_ident()
+        self._training = Training(self._mine)
+        self._training.backward_begins = self._backward_begins
+        self._training.backward_ended = self._backward_ended
+        self._training.scaler_begins = self._scaler_begins
+        self._training.optimizer_begins = self._gradients
+        self._training.optimizer_ended = self._optimizer_ended
+        self._training.step_may_end = self._end_segment
         self._segment = Segment()
         self._number = 0  # of the segment
         self._counts: Counter[tuple[str, str]] = Counter()
         self._open: list[nn.Module] = []
-        self._backward = self._optimizer = 0
-        self._stepped = False
         self._backwards = self._forwards = self._examples = 0
         self._looked_after = 0  # how many backwards of the step
         self._optimizers: list[int] = []
@@ -81,13 +83,11 @@ class Watch:
         self._outermost.found = self._meet
         self._outermost.start()
         self._undo.append(self._outermost.stop)
-        self._undo.append(replaced(torch.autograd, "_engine_run_backward", self._watch_backward))
-        self._undo.append(replaced(GradScaler, "step", self._watch_scaler))
+        self._training.start()
+        self._undo.append(self._training.stop)
         for handle in (
             torch_module.register_module_forward_pre_hook(self._before),
             torch_module.register_module_forward_hook(self._after, always_call=True),
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
         ):
             self._undo.append(handle.remove)
         return self
@@ -105,26 +105,27 @@ class Watch:
         self._writer.end(self._about(), _failure(error), problem, list(self._unreadable))
 
     def _about(self) -> dict[str, Any]:
-        return {"torch": torch.__version__, "steps": self._steps.closed, "regions": self._outermost.put_in}
+        return {"torch": torch.__version__, "steps": self._training.steps.closed, "regions": self._outermost.put_in}
 
     # --- modules ------------------------------------------------------------------------------------------------
 
     def _mine(self) -> bool:
         """Whether the calling thread is the script's, or that of a backward."""
-        return not torch.compiler.is_compiling() and (threading.get_ident() == self._thread or self._backward > 0)
+        mine = threading.get_ident() == self._thread or self._training.in_backward
+        return mine and not torch.compiler.is_compiling()
 
     @plain
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._mine():
             return
         kwargs = locals_of(sys._getframe(2)).get("kwargs") or {}
-        outermost = not self._open and not self._backward
+        outermost = not self._open and not self._training.in_backward
         if outermost:
             self._forward_begins(module, args, kwargs)
         name = self._outermost.names.of(module)
         given = " ".join(self._told(args, kwargs))
-        grad = "" if torch.is_grad_enabled() or self._backward else " (gradients off)"
-        self._note(e.RECOMPUTED if self._backward else e.CALL, name, given + grad, own=self._own(module))
+        grad = "" if torch.is_grad_enabled() or self._training.in_backward else " (gradients off)"
+        self._note(e.RECOMPUTED if self._training.in_backward else e.CALL, name, given + grad, own=self._own(module))
         self._open.append(module)
 
     @plain
@@ -133,19 +134,19 @@ class Watch:
             return
         while self._open.pop() is not module:
             pass
-        stage = e.RECOMPUTED_RETURNED if self._backward else e.RETURNED
+        stage = e.RECOMPUTED_RETURNED if self._training.in_backward else e.RETURNED
         name = self._outermost.names.of(module)
         if output is not None:  # nothing comes out of what a checkpoint stops once it has all that it needs
             self._note(stage, name, " ".join(self._digest(tensor) for tensor in tensors_in(output)))
-        if not self._open and not self._backward:
+        if not self._open and not self._training.in_backward:
             for number, tensor in enumerate(tensors_in(output)):
                 self._tensor(Stage.OUTPUTS.value, f"{name} output {number}", tensor)
             self._state(e.BUFFERS_MIDWAY)
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         grad = torch.is_grad_enabled()
-        if grad and not self._optimizer and self._steps.forward_begins():
-            self._end_segment()
+        if grad:
+            self._training.forward_begins()
         if grad and self._backwards > self._looked_after:  # the next micro-batch begins with what that backward left
             self._looked_after = self._backwards
             self._between()
@@ -194,60 +195,20 @@ class Watch:
 
     # --- backward and optimizers --------------------------------------------------------------------------------
 
-    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._backward or not self._mine():
-                return original(tensors, *args, **kwargs)
-            if not self._optimizer and self._steps.forward_begins():
-                self._end_segment()
-            for number, tensor in enumerate(tensors_in(tensors)):
-                self._tensor(Stage.OUTPUTS.value, f"loss {number}" if number else "loss", tensor)
-            self._backward += 1
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                self._backward -= 1
-                self._backwards += 1
-                if not self._optimizer:
-                    self._steps.backward_ended()
+    def _backward_begins(self, tensors: Any) -> None:
+        for number, tensor in enumerate(tensors_in(tensors)):
+            self._tensor(Stage.OUTPUTS.value, f"loss {number}" if number else "loss", tensor)
 
-        return run_backward
+    def _backward_ended(self) -> None:
+        self._backwards += 1
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._mine():
-            return
-        self._optimizer += 1
-        if self._optimizer == 1:
-            self._stepped = True
-            self._steps.optimizer_begins(optimizer)
-            self._gradients(optimizer)
+    def _scaler_begins(self, scaler: GradScaler) -> None:
+        self._note(Stage.SCHEDULE.value, "scale of the gradient scaler", repr(scaler.get_scale()))
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._mine() or not self._optimizer:
-            return
-        self._optimizer -= 1
-        if not self._optimizer:
-            self._stepped_optimizer(optimizer)
-            self._steps.optimizer_ended(optimizer)
-            self._end_segment()
-
-    def _watch_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._mine() or not scaler.is_enabled():
-                return original(scaler, optimizer, *args, **kwargs)
-            self._note(Stage.SCHEDULE.value, "scale of the gradient scaler", repr(scaler.get_scale()))
-            self._stepped = False
-            result = original(scaler, optimizer, *args, **kwargs)
-            if not self._stepped:  # it skips a step whose gradients are not finite
-                self._steps.optimizer_begins(optimizer)
-                self._gradients(optimizer)
-                self._note(Stage.SCHEDULE.value, "steps that the gradient scaler skipped", "1")
-                self._stepped_optimizer(optimizer)
-                self._steps.optimizer_ended(optimizer)
-                self._end_segment()
-            return result
-
-        return step
+    def _optimizer_ended(self, optimizer: Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._note(Stage.SCHEDULE.value, "steps that the gradient scaler skipped", "1")
+        self._stepped_optimizer(optimizer)
 
     def _between(self) -> None:
         self._gradients()
@@ -327,7 +288,7 @@ class Watch:
         self._segment, self._number = Segment(), self._number + 1
         self._counts.clear()
         self._backwards = self._forwards = self._examples = self._looked_after = 0
-        if whole and self._steps.closed >= self._spec.steps and self._undo:
+        if whole and self._training.steps.closed >= self._spec.steps and self._undo:
             raise SystemExit(0)
 
     def _without_optimizer(self) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 import numpy as np
 
 from memdiag.errors import MemdiagError
+from memdiag.garbage import uncollected
 from memdiag.modulenames import matching
 from memdiag.plan.aside import ASKED_FOR, known_aside
 from memdiag.plan.names import BARE, BY_HAND, FRONTIER, USUAL, WITHIN_BUDGET
@@ -117,19 +116,8 @@ class Planning:
         return None if self.budget is None else self.budget - self.aside - option.plan.peak.bytes
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Garbage waits: plans make hundreds of thousands of small objects and no cycles, and to look through all that the
-    process has, the model of a script that has just ended included, takes as long as a search."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
+# Plans make hundreds of thousands of small objects and no cycles; to look through all that the process has, the model
+# of a script that has just ended included, takes as long as a search.
 @uncollected()
 def plans(
     run: View, budget: int | None = None, smallest: bool = False, *, name: str | None = None,

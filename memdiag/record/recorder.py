@@ -20,6 +20,7 @@ from memdiag import policy
 from memdiag.apply.operators import keeping_ns
 from memdiag.apply.regions import checkpoint_ns
 from memdiag.errors import MemdiagError
+from memdiag.garbage import uncollected
 from memdiag.record import inventory
 from memdiag.record.facts import StepEnd
 from memdiag.record.frames import defines, inside_torch_call
@@ -326,14 +327,8 @@ class Recorder:
         """
         if self._stream.level is None:
             return
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with SignalsWait():
-                self._read_chunk(reopen, level, look, midway, shapes)
-        finally:
-            if collecting:
-                gc.enable()
+        with uncollected(), SignalsWait():
+            self._read_chunk(reopen, level, look, midway, shapes)
 
     def _read_chunk(
         self, reopen: bool, next_level: Level | None, look: bool, midway: bool, shapes: bool

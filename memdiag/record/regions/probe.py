@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch.autograd import Function
 from torch.nn.modules import module as torch_module
 from torch.utils import checkpoint
 
+from memdiag.garbage import uncollected
 from memdiag.record.facts import plain, storage_of
 from memdiag.record.frames import in_torch, locals_of, user_line
 from memdiag.record.hooks.modules import tensors_in
@@ -59,14 +59,9 @@ def probe(
         storage[0]: (name, buffer) for named, buffer in (
             (module.named_parameters(), False), (module.named_buffers(), True))
         for name, tensor in named if (storage := storage_of(tensor)) is not None}
-    collecting = gc.isenabled()
-    gc.disable()  # the script's garbage would be freed unseen
-    try:
+    with uncollected():  # the script's garbage would be freed unseen
         first = _run(module, args, kwargs, name_of, constant, None)
         second = _run(module, args, kwargs, name_of, constant, first.watch.course)
-    finally:
-        if collecting:
-            gc.enable()
     facts = dict.fromkeys((*first.calls.facts, *second.calls.facts))
     read = {address: (tensor, frozenset(keys)) for address, (tensor, keys) in second.watch.read.items()
             if address not in constant}
