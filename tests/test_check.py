@@ -16,6 +16,7 @@ from memdiag.check.check import Check, Request, Verdict, _measure, compare_value
 from memdiag.check.compare import Outcome
 from memdiag.check.entries import Stage
 from memdiag.check.spec import Regions
+from memdiag.errors import MemdiagError
 from memdiag.record.process.launch import Target
 
 HEAD = """
@@ -366,6 +367,64 @@ def test_out_of_memory_with_and_without_small(runs: Forked, tmp_path: Path) -> N
     with_small = compare_values(replace(asked, small=("--batch=1",)), runs)
     assert with_small.verdict is Verdict.SAME
     assert all_equal(with_small)
+
+
+LIMITED = """
+    import ctypes, resource, sys
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    size, limit = (int(word) for word in sys.argv[1:])
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed goes back at once, and leaves no hole
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.fc(x)
+            for _ in range(8):
+                x = torch.sin(x)
+            return x
+
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + limit, taken + limit))
+    for step in range(6):
+        model(torch.randn(size, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LARGE_SIZE = 1 << 15  # rows of 64 floats: 8 MiB a tensor, of which the bare step keeps 6 times 9
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of address space are asked of Linux")
+@pytest.mark.parametrize(("limit", "fits"), [(280 << 20, True), (1 << 20, False)])
+def test_memory_that_does_run_out(runs: Forked, tmp_path: Path, limit: int, fits: bool) -> None:
+    # GIVEN a process that gets no more memory than the checkpoints need, or not even that
+    target = replace(script(tmp_path, LIMITED), args=(str(LARGE_SIZE), str(limit)))
+    asked = Request(target, None, Regions(patterns=("0-5",)), (f"{8}", f"{1 << 31}"), 3, 1, 4)
+    # WHEN values are compared with a few rows THEN they are equal
+    assert compare_values(asked, runs).verdict is Verdict.SAME
+    bare = compare_values(replace(asked, small=None), runs)
+    assert bare.verdict is Verdict.COULD_NOT_RUN
+    assert "--small" in (bare.why_not or "")
+    # AND memory is measured with all rows, of the checkpoints, which fit, or it is said that not even they do
+    if not fits:
+        with pytest.raises(MemdiagError, match="with checkpoints runs out of memory with its own arguments"):
+            _measure(asked, runs)
+        return
+    (before, after), (slow, fast) = _measure(asked, runs)
+    assert before is None
+    assert slow is None
+    assert after is not None
+    assert fast is not None
+    # six inputs of regions, and inside the one that runs again what its nine operations keep
+    rows = LARGE_SIZE * 64 * 4
+    assert 15 * rows < after.peak < 18 * rows
 
 
 def test_a_scaler_that_skips_a_step(runs: Forked, tmp_path: Path) -> None:

@@ -20,9 +20,7 @@ from memdiag.check.spec import RECORDED, TIMES, VALUES, Regions
 from memdiag.check.wrapped import first_names, renamed
 from memdiag.errors import MemdiagError
 from memdiag.record.process.launch import Target
-from memdiag.trace import load
-
-_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+from memdiag.trace import Trace, load
 
 
 class Verdict(Enum):
@@ -318,7 +316,7 @@ def _problem(a: Run) -> str | None:
     """Why the script as it is cannot be compared with."""
     if a.problem is not None:
         return f"the script as it is: {a.problem}"
-    if a.failure is not None and a.failure.kind in _OUT_OF_MEMORY:
+    if a.failure is not None and a.failure.out_of_memory:
         return ("the script as it is runs out of memory, so there is nothing to compare with: name arguments with "
                 'which it fits, as in --small "--batch-size 1", and values are compared with these')
     if a.failure is not None:
@@ -409,11 +407,17 @@ def _measure(
     """The script as it is, and the second; where arguments are given with which it fits, it may run out of memory with
     its own."""
     arms_of = ((request.script, None), (request.second, request.regions))
-    names = ("as it is", "the other script" if request.other else "with checkpoints")
+    names = ("the script as it is", "the other script" if request.other else "the script with checkpoints")
     memories: list[Memory | None] = []
     for (script, regions), name in zip(arms_of, names, strict=True):
         left = started.start("record", script, regions, request.steps, told=f"memory, {name}")
-        memories.append(None if left.status and request.small is not None and not memories else _memory(left))
+        trace = _recorded(left, name)
+        if trace.about.get("ended_out_of_memory"):
+            if request.small is None or memories:
+                raise MemdiagError(f"{name} runs out of memory with its own arguments:\n{left.last_lines()}")
+            memories.append(None)
+        else:
+            memories.append(memory(trace))
     runs: tuple[list[Left], list[Left]] = ([], [])
     for number in range(request.rounds):
         order = (0, 1) if number % 2 == 0 else (1, 0)  # what gets slower as time goes by does so for both
@@ -428,11 +432,18 @@ def _measure(
     return (memories[0], memories[1]), (taken[0], taken[1])
 
 
-def _memory(left: Left) -> Memory:
-    if left.status or not (left.folder / RECORDED).exists():
-        raise MemdiagError(f"the script ended with status {left.status} while its memory was recorded:\n"
+def _recorded(left: Left, name: str) -> Trace:
+    """What a run has recorded, to its end or until it had no memory.
+
+    Raises:
+        MemdiagError: it ended otherwise.
+    """
+    path = left.folder / RECORDED
+    trace = load(path) if path.exists() else None
+    if trace is None or left.status and not trace.about.get("ended_out_of_memory"):
+        raise MemdiagError(f"{name} ended with status {left.status} while its memory was recorded:\n"
                            f"{left.last_lines()}")
-    return memory(load(left.folder / RECORDED))
+    return trace
 
 
 def predicted(plan: Mapping[str, Any]) -> Predicted | None:

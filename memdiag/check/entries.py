@@ -109,11 +109,13 @@ class Failure:
     Attributes:
         kind: the class of the exception.
         line: of the script's own code where it was raised.
+        out_of_memory: an allocator had none.
     """
 
     kind: str
     text: str
     line: str | None
+    out_of_memory: bool = False
 
 
 @dataclass

@@ -33,6 +33,7 @@ from memdiag.check.training import Training
 from memdiag.record.facts import innermost, plain
 from memdiag.record.frames import locals_of, user_line
 from memdiag.record.hooks.modules import tensors_in
+from memdiag.record.process.machine import is_out_of_memory
 from memdiag.record.regions.digests import Digests
 
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
@@ -405,4 +406,4 @@ def _failure(error: BaseException | None) -> Failure | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     line = None if trace is None else user_line(trace.tb_frame)
-    return Failure(type(error).__name__, str(error), line)
+    return Failure(type(error).__name__, str(error), line, is_out_of_memory(error) or isinstance(error, MemoryError))

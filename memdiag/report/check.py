@@ -131,7 +131,10 @@ def _second(found: Check) -> str:
 
 
 def _rows(found: Check) -> list[list[str]]:
-    rows = [["peak", *_sizes(found, lambda memory: memory.peak)], *_phases(found)]
+    peak = _sizes(found, lambda memory: memory.peak)
+    if found.memories[0] is None and found.memories[1] is not None:
+        peak[0] = "out of memory"  # the one thing that lets a script be measured with checkpoints alone
+    rows = [["peak", *peak], *_phases(found)]
     if any(memory is not None and memory.reserved is not None for memory in found.memories):
         rows.append(["reserved", *_sizes(found, lambda memory: memory.reserved)])
     predicted, after = found.request.predicted, found.memories[1]

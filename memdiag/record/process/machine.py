@@ -89,11 +89,11 @@ def ending(error: BaseException | None) -> dict[str, Any]:
     well = error is None or isinstance(error, SystemExit) and error.code in (None, 0)
     return {
         "ended_by": None if well else type(error).__name__,
-        "ended_out_of_memory": _is_out_of_memory(error),
+        "ended_out_of_memory": is_out_of_memory(error),
     }
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception, or one that it came of, says that an allocator of PyTorch's had no memory."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
