@@ -59,6 +59,7 @@ class Snapshot:
     """A snapshot: the state when it was taken, and the events that led there.
 
     Attributes:
+        path: of the file.
         segments: by device and address.
         traces: for each device its events, oldest first; empty where no history was recorded.
         settings: ``allocator_settings``; None where the file has none (PyTorch before 2.1, and some tools).
@@ -66,6 +67,7 @@ class Snapshot:
         doubts: what in the file does not agree with the rest of it, in words; empty for a file of PyTorch's own.
     """
 
+    path: str
     segments: tuple[Segment, ...]
     traces: list[list[Event]]
     settings: dict[str, Any] | None
@@ -76,3 +78,7 @@ class Snapshot:
         """Numbers of the devices that have a segment or an event."""
         return sorted({segment.device for segment in self.segments}
                       | {device for device, trace in enumerate(self.traces) if trace})
+
+    def trace(self, device: int) -> list[Event]:
+        """A device's events; none where the file has no list for it."""
+        return self.traces[device] if device < len(self.traces) else []

@@ -47,13 +47,13 @@ def read_snapshot(path: str | os.PathLike[str], available: int | None = None) ->
     """
     plain = read_plain(path, available)
     try:
-        return _snapshot(plain)
+        return _snapshot(os.fspath(path), plain)
     except _Malformed as error:
         raise MemdiagError(f"{path}: not a memory snapshot as PyTorch writes it: {error}; take it again with "
                            "torch.cuda.memory._dump_snapshot") from None
 
 
-def _snapshot(plain: Any) -> Snapshot:
+def _snapshot(path: str, plain: Any) -> Snapshot:
     if type(plain) is list:
         plain = {"segments": plain}
     elif type(plain) is not dict:
@@ -72,7 +72,7 @@ def _snapshot(plain: Any) -> Snapshot:
     _check_frames([*_frames_of(segments), *(event["frames"] for trace in traces for event in trace
                                             if "frames" in event)])
     annotations = plain.get("external_annotations")
-    return Snapshot(segments, traces, _settings(plain.get("allocator_settings")),
+    return Snapshot(path, segments, traces, _settings(plain.get("allocator_settings")),
                     [] if annotations is None else _annotations(annotations), doubts.said())
 
 

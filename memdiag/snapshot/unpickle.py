@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 from memdiag.errors import MemdiagError
 from memdiag.units import format_bytes
 
-# Numbers that pickle writes: one byte, two, four, or up to nine (an address above 2**63 has a ninth for its sign).
-_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x00|\x01.|\x02.{2}|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))"
-# Tuples only of such numbers: a tuple of tuples of tuples takes ages as a key of a dict, however small the file.
-_RUN = re.compile(
-    rb"(?:[}\])N\x88\x89(\x94uase]|[hq].|j.{4}|" + _INT + rb"{2}\x86|" + _INT + rb"|" + _INT + rb"\x85|" + _INT
-    + rb"{3}\x87|G.{8}){1,500}", re.DOTALL)
+# Numbers that pickle writes: of four bytes, one, two, or up to nine (an address above 2**63 has one for its sign).
+_INT = (rb"(?:K.|J.{4}|M..|\x8a(?:\x06.{6}|\x07.{7}|\x05.{5}|\x08.{8}|\x04.{4}|\x03.{3}|\x02..|\x01.|\x09.{9}"
+        rb"|\x00))")
+# Tuples only of up to three such numbers: a tuple of tuples of tuples takes ages as a key of a dict.
+_RUN = re.compile(rb"(?:j.{4}|[hq].|[}\])N\x88\x89(\x94uase]|" + _INT + rb"(?:\x85|" + _INT + rb"(?:\x86|" + _INT
+                  + rb"\x87))?|G.{8}){1,500}", re.DOTALL)
 _STRINGS = {0x8C: 1, ord("X"): 4, 0x8D: 8}  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8: bytes of the length
 _FRAME, _LONG_BINPUT, _STOP = 0x95, ord("r"), ord(".")
 _CUT_SHORT = {b"K": 2, b"h": 2, b"q": 2, b"M": 3, b"J": 5, b"j": 5, b"G": 9, b"\x8a": 11}
