@@ -253,7 +253,7 @@ class _Forward:
 
     def _unmap(self, number: int, event: Event) -> None:
         start, end = event["addr"], event["addr"] + event["size"]
-        address = next((free for free, (size, _, _) in self._free.items() if free <= start and end <= free + size), None)
+        address = next((at for at, (size, _, _) in self._free.items() if at <= start and end <= at + size), None)
         if address is None:
             self._disagree(number, event, "not all of it is free")
         size, segment, small = self._free[address]

@@ -35,7 +35,7 @@ from memdiag.allocator.state import (
     SegmentState,
 )
 from memdiag.errors import MemdiagError
-from memdiag.snapshot.data import Event, Segment, Snapshot
+from memdiag.snapshot.data import Event, Snapshot
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,7 @@ class _Undo:
                                             block.size if block.requested_size is None else block.requested_size,
                                             block.state, True)
                       for segment in own for block in segment.blocks if block.state != FREE}
-        self._ranges = (_Ranges(own, trace, settings)
-                        if actions & {SEGMENT_MAP, SEGMENT_UNMAP} else None)
+        self._ranges = _Ranges(trace, settings) if SEGMENT_UNMAP in actions else None
         self._starts = sorted(address for address, held in self.held.items() if held.expandable)
 
     def event(self, number: int, event: Event) -> None:
@@ -297,36 +296,25 @@ class _Undo:
 
 
 class _Ranges:
-    """Tells which expandable segment a stretch belongs to that is no longer mapped, by what is nearest to it."""
+    """Tells what a stretch of an expandable segment was that is no longer mapped."""
 
-    def __init__(self, segments: Iterable[Segment], trace: Iterable[Event], settings: Settings) -> None:
-        known: dict[int, _Held] = {}
-        for event in trace:
-            if event["action"] in (ALLOC, FREE_COMPLETED):
-                small = rules.is_small(rules.round_size(event["size"], settings))
-                pool = private_pool(tuple(event.get("pool_id", (0, 0))))
-                known[event["addr"]] = _Held(event["addr"], 0, event["stream"], small, True, pool)
-        for segment in segments:
-            if segment.expandable:
-                known[segment.address] = _Held(segment.address, 0, segment.stream, segment.small, True,
-                                               private_pool(segment.pool))
-        self._settings = settings
-        self._by_stream: dict[int, list[_Held]] = {}
-        for address in sorted(known):
-            self._by_stream.setdefault(known[address].stream, []).append(known[address])
-        self._addresses = {stream: [held.address for held in found] for stream, found in self._by_stream.items()}
+    def __init__(self, trace: Iterable[Event], settings: Settings) -> None:
+        self._page = rules.page_size(False, settings)
+        self._small = {event["addr"]: rules.is_small(rules.round_size(event["size"], settings))
+                       for event in trace if event["action"] in (ALLOC, FREE_COMPLETED)}
+        self._addresses = sorted(self._small)
 
     def like(self, event: Event) -> _Held:
-        """The stretch of an event, with what its nearest relation of the same stream is known to be."""
-        address, size, stream = event["addr"], event["size"], event["stream"]
-        found, addresses = self._by_stream.get(stream, []), self._addresses.get(stream, [])
-        at = bisect_left(addresses, address)
-        near = min(found[max(at - 1, 0):at + 1], key=lambda held: abs(held.address - address), default=None)
-        if near is not None:
-            return _Held(address, size, stream, near.small, True, near.pool)
-        # Nothing was ever in it: pages of the large pool are larger.
-        small = size % rules.page_size(False, self._settings) != 0
-        return _Held(address, size, stream, small, True, None)
+        """The stretch of an event: of the pool whose blocks were in it, or whose pages it is made of.
+
+        A stretch of the small pool in which no event tells of a block, and whose pages of 2 MiB happen to be as many
+        as pages of the large pool are, is taken to be of that.
+        """
+        address, size = event["addr"], event["size"]
+        at = bisect_left(self._addresses, address)
+        inside = self._addresses[at:at + 1]
+        small = self._small[inside[0]] if inside and inside[0] < address + size else size % self._page != 0
+        return _Held(address, size, event["stream"], small, True, private_pool(tuple(event.get("pool_id", (0, 0)))))
 
 
 def _settled_later(gaps: list[_Gap], trace: Iterable[Event]) -> dict[int, int]:
