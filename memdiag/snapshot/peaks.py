@@ -114,8 +114,7 @@ class _Forward:
     def __init__(self, snapshot: Snapshot, device: int, start: Start) -> None:
         self._snapshot, self._device, self._settings = snapshot, device, settings_of(snapshot)
         trace = snapshot.trace(device)
-        actions = {event["action"] for event in trace}
-        self._freed_by = FREE_COMPLETED if FREE_COMPLETED in actions else FREE_REQUESTED
+        self._completing = start.completing
         self._end = len(trace)
         self._held = _union([*((segment.address, segment.size) for segment in start.segments),
                              *((event["addr"], event["size"]) for event in trace
@@ -148,7 +147,7 @@ class _Forward:
         action = event["action"]
         if action == ALLOC:
             self._alloc(number, event)
-        elif action == self._freed_by:
+        elif action == FREE_COMPLETED or number in self._completing:
             self._completed(number, event)
         elif action == FREE_REQUESTED:
             self._requested(number, event)

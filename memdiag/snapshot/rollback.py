@@ -47,11 +47,14 @@ class Start:
             not name it (``pool_id``), as in most versions.
         outside: blocks in use that are in no segment of the file. PyTorch writes none; other tools do.
         unsettled: how many blocks may have a tail that is not known, of up to 1 MiB each.
+        completing: the numbers of ``free_requested`` events after which the memory was free, where the record was made
+            without ``free_completed``.
     """
 
     segments: tuple[SegmentState, ...]
     outside: tuple[BlockState, ...]
     unsettled: int
+    completing: frozenset[int]
 
 
 def roll_back(snapshot: Snapshot, device: int) -> Start:
@@ -68,12 +71,12 @@ def roll_back(snapshot: Snapshot, device: int) -> Start:
     for number in range(len(trace) - 1, -1, -1):
         undo.event(number, trace[number])
     outside, gaps = undo.placed()
-    settled = _settled_later(gaps, trace)
+    settled = _settled_later(gaps, trace, undo.completing)
     for gap in gaps:
         gap.block.size += settled.get(gap.start, 0)
     segments = [held.state() for held in undo.held.values()]
     return Start(tuple(sorted(segments, key=lambda segment: segment.address)),
-                 tuple(block.as_state() for block in outside), len(gaps) - len(settled))
+                 tuple(block.as_state() for block in outside), len(gaps) - len(settled), frozenset(undo.completing))
 
 
 def settings_of(snapshot: Snapshot) -> Settings:
@@ -163,9 +166,10 @@ class _Undo:
         self._path, self._device, self._settings = snapshot.path, device, settings
         trace = snapshot.trace(device)
         actions = {event["action"] for event in trace}
-        # Either kind of event about frees may have been left out of the record.
-        self._freed_by = FREE_COMPLETED if FREE_COMPLETED in actions else FREE_REQUESTED
-        self._freed_state = WAITING if {FREE_COMPLETED, FREE_REQUESTED} <= actions else ALLOCATED
+        # Either kind of event about frees may have been left out of the record (skip_actions).
+        self._completions = FREE_COMPLETED in actions
+        self._requests = FREE_REQUESTED in actions or not _frees_unasked(trace)
+        self.completing: set[int] = set()
         own = [segment for segment in snapshot.segments if segment.device == device]
         self.held = {segment.address: _Held(segment.address, segment.size, segment.stream, segment.small,
                                             segment.expandable, private_pool(segment.pool)) for segment in own}
@@ -186,13 +190,17 @@ class _Undo:
         if action == ALLOC:
             if self._live.pop(event["addr"], None) is None:
                 self._disagree(number, event, "no block in use begins there afterwards")
-        elif action == self._freed_by:
-            self._bring_back(number, event)
+        elif action == FREE_COMPLETED:
+            self._bring_back(number, event, WAITING if self._requests else ALLOCATED)
         elif action == FREE_REQUESTED:
             block = self._live.get(event["addr"])
-            if block is None:
-                self._disagree(number, event, "no block in use begins there")
-            block.state = ALLOCATED
+            if block is not None and block.state == WAITING:
+                block.state = ALLOCATED
+            elif self._completions:
+                self._disagree(number, event, "no block that was freed begins there")
+            else:
+                self._bring_back(number, event, ALLOCATED)
+                self.completing.add(number)
         elif action == SEGMENT_ALLOC:
             held = self.held.pop(event["addr"], None)
             if held is None or held.size != event["size"]:
@@ -246,12 +254,12 @@ class _Undo:
             elif not held.small and not self._settings.expandable_segments:
                 yield _Gap(block, block.end, end)
 
-    def _bring_back(self, number: int, event: Event) -> None:
+    def _bring_back(self, number: int, event: Event, state: str) -> None:
         address = event["addr"]
         if address in self._live:
             self._disagree(number, event, "a block in use begins there afterwards")
         size = rules.round_size(event["size"], self._settings)
-        self._live[address] = _Block(address, size, event["size"], self._freed_state, False)
+        self._live[address] = _Block(address, size, event["size"], state, False)
 
     def _unmap(self, number: int, event: Event) -> None:
         start, end = event["addr"], event["addr"] + event["size"]
@@ -317,13 +325,27 @@ class _Ranges:
         return _Held(address, size, event["stream"], small, True, private_pool(tuple(event.get("pool_id", (0, 0)))))
 
 
-def _settled_later(gaps: list[_Gap], trace: Iterable[Event]) -> dict[int, int]:
+def _frees_unasked(trace: Iterable[Event]) -> bool:
+    """Whether blocks were born and became free with no request for it: then none were recorded.
+
+    A record that has both begins with a ``free_completed`` at times, and a block may wait for streams long.
+    """
+    born: set[int] = set()
+    for event in trace:
+        if event["action"] == ALLOC:
+            born.add(event["addr"])
+        elif event["action"] == FREE_COMPLETED and event["addr"] in born:
+            return True
+    return False
+
+
+def _settled_later(gaps: list[_Gap], trace: Iterable[Event], completing: set[int]) -> dict[int, int]:
     """For starts of gaps, how much of each is its block's tail, where an event tells."""
     waiting = {gap.block.address: gap for gap in gaps}
     starts = sorted(gap.start for gap in gaps)
     by_start = {gap.start: gap for gap in gaps}
     found: dict[int, int] = {}
-    for event in trace:
+    for number, event in enumerate(trace):
         if not waiting:
             break
         if event["action"] == ALLOC:
@@ -332,6 +354,6 @@ def _settled_later(gaps: list[_Gap], trace: Iterable[Event]) -> dict[int, int]:
             if gap is not None and event["addr"] < gap.end and waiting.pop(gap.block.address, None):
                 if event["addr"] - gap.start <= rules.SMALL_SIZE:
                     found[gap.start] = event["addr"] - gap.start
-        elif event["action"] == FREE_COMPLETED:
+        elif event["action"] == FREE_COMPLETED or number in completing:
             waiting.pop(event["addr"], None)  # from now on what is free begins at the block itself
     return found
