@@ -229,7 +229,8 @@ def test_what_is_freed_but_still_in_use_by_streams_is_active() -> None:
 
 @pytest.mark.parametrize(("events", "words"), [
     ([event("alloc", 0, MIB)], "no block in use begins there afterwards"),
-    ([event("free_completed", 0, MIB), event("alloc", 0, MIB), event("free_requested", 512, MIB)], "no block that was freed"),
+    ([event("free_completed", 0, MIB), event("alloc", 0, MIB), event("free_requested", 512, MIB)],
+     "no block that was freed"),
     ([event("segment_alloc", 512, MIB)], "no such segment afterwards"),
     ([event("segment_free", 0, 20 * MIB)], "the segment is there afterwards"),
     ([event("segment_free", 4 * MIB, MIB)], "segments at 0x0 and 0x400000 overlap"),
