@@ -80,10 +80,10 @@ def read_plain(path: str | os.PathLike[str], available: int | None = None) -> An
     limit = _available() if available is None else available
     data = _read(path, limit)
     _refuse_foreign(path, data)
-    _walk(path, data)
     need = estimate(data)
     if need > limit:
         _too_large(path, len(data), need, limit)
+    _walk(path, data)
     collects = gc.isenabled()
     gc.disable()  # or it would look through all of the objects again and again as they come
     try:
