@@ -1,0 +1,266 @@
+"""A recorded device's requests made once more to the allocator's model: does each land where it really did?
+
+The model is handed the addresses that the driver gave, and decides all else itself: which free block serves a request,
+when a new segment is asked for and of what size, what is given back. Replay ends at the first event that it disagrees
+with, since nothing after that can be held against the model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memdiag.allocator import Allocator, OutOfMemory, RangeState, SegmentState, Settings, rules
+from memdiag.allocator.state import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    PoolId,
+)
+
+_NEW, _BACK = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
+_FURTHEST = 1 << 45  # bytes of virtual space taken for a range that nothing follows
+_PAGE = rules.SMALL_SEGMENT
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How far the model and the record agree.
+
+    Attributes:
+        allocator: the model after the last event that agrees.
+        allocations: requests that landed at their real address.
+        segments: segments and mapped ranges that were taken and given back as they really were.
+        failures: requests that failed as they really did.
+        disagreement: what the model would have done otherwise, and at which event; None where all agrees.
+    """
+
+    allocator: Allocator
+    allocations: int
+    segments: int
+    failures: int
+    disagreement: str | None
+
+
+class _Disagreement(Exception):
+    """What is not as recorded."""
+
+
+class _Recorded:
+    """A driver that does what is next in the record."""
+
+    def __init__(self) -> None:
+        self.events: deque[Mapping[str, Any]] = deque()
+        self.done = 0
+
+    def allocate(self, size: int) -> int | None:
+        if not self._is_next(SEGMENT_ALLOC):
+            return None
+        self._expect(SEGMENT_ALLOC, self.events[0]["addr"], size)
+        return int(self._next()["addr"])
+
+    def release(self, address: int, size: int) -> None:
+        self._expect(SEGMENT_FREE, address, size)
+        self._next()
+
+    def reserve(self, size: int) -> int:
+        if not self._is_next(SEGMENT_MAP):
+            raise _Disagreement("it would begin an expandable segment")
+        return int(self.events[0]["addr"])
+
+    def unreserve(self, address: int, size: int) -> None:
+        pass
+
+    def map(self, address: int, size: int) -> bool:
+        if not self._is_next(SEGMENT_MAP):
+            return False
+        self._expect(SEGMENT_MAP, address, size)
+        self._next()
+        return True
+
+    def unmap(self, address: int, size: int) -> None:
+        self._expect(SEGMENT_UNMAP, address, size)
+        self._next()
+
+    def free(self) -> int | None:
+        return None
+
+    def back(self) -> list[tuple[int, int]]:
+        """Address and size of what is given back next, up to anything else."""
+        found = []
+        for event in self.events:
+            if event["action"] not in _BACK:
+                break
+            found.append((event["addr"], event["size"]))
+        return found
+
+    def _is_next(self, action: str) -> bool:
+        return bool(self.events) and self.events[0]["action"] == action
+
+    def _expect(self, action: str, address: int, size: int) -> None:
+        if not self._is_next(action) or (self.events[0]["addr"], self.events[0]["size"]) != (address, size):
+            recorded = "nothing" if not self.events else _told(self.events[0])
+            raise _Disagreement(f"recorded is {recorded}, not {action} of {size} bytes at {address:#x}")
+
+    def _next(self) -> Mapping[str, Any]:
+        self.done += 1
+        return self.events.popleft()
+
+
+def replay(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], settings: Settings,
+           end: Sequence[SegmentState] = ()) -> Replayed:
+    """The requests of one device's record, made to the model.
+
+    Args:
+        start: what was there before the first event.
+        events: as PyTorch wrote them (``device_traces``).
+        end: what was there after the last; it tells private pools of events that do not name theirs.
+    """
+    driver, pools = _Recorded(), _Pools(start, end)
+    allocator = Allocator(settings, driver=driver, segments=start, ranges=_ranges(start, events, settings, pools))
+    counts = {ALLOC: 0, OOM: 0}
+    number, disagreement = 0, None
+    try:
+        for number, event in enumerate(events):  # noqa: B007
+            if event["action"] in _NEW + _BACK:
+                driver.events.append(event)
+            elif event["action"] in counts:
+                _request(allocator, driver, event, pools.of(event))
+                counts[event["action"]] += 1
+            elif event["action"] in (FREE_REQUESTED, FREE_COMPLETED):
+                _settle(allocator, driver)
+                _free(allocator, event)
+        _settle(allocator, driver)
+    except (_Disagreement, ValueError) as error:
+        disagreement = f"event {number}, {_told(events[number])}: {error}"
+    return Replayed(allocator, counts[ALLOC], driver.done, counts[OOM], disagreement)
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    return f"{event['action']} of {event.get('size')} bytes at {event.get('addr', 0):#x}"
+
+
+def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], pool: PoolId | None) -> None:
+    size, stream = event["size"], event["stream"]
+    # What was given back just before was so by the script where there is room without it; else it may have been to try
+    # again, which the model does itself. With a garbage collection the limit would have to be known: it is followed.
+    if driver.back() and (allocator.settings.garbage_collection_threshold or allocator.fits(size, stream, pool)):
+        _give_back(allocator, driver)
+    try:
+        address = allocator.malloc(size, stream, pool)
+    except OutOfMemory:
+        if event["action"] != OOM:
+            raise _Disagreement("it would need a new segment" if not driver.events else
+                                f"it would need another segment than by {_told(driver.events[0])}") from None
+        address = None
+    if event["action"] == OOM and address is not None:
+        raise _Disagreement(f"it would serve it at {address:#x}")
+    if driver.events:
+        raise _Disagreement(f"it would not need {_told(driver.events[0])}")
+    if address is not None and address != event["addr"]:
+        raise _Disagreement(f"it would serve it at {address:#x}")
+
+
+def _give_back(allocator: Allocator, driver: _Recorded) -> None:
+    """What is given back without a request: all there is, in its order, or a part, piece by piece."""
+    while back := driver.back():
+        if back == allocator.releasable():
+            allocator.empty_cache()
+        else:
+            allocator.release(back[0][0])
+
+
+def _settle(allocator: Allocator, driver: _Recorded) -> None:
+    """What was recorded of segments, and no request followed."""
+    _give_back(allocator, driver)
+    if driver.events:
+        raise _Disagreement(f"there is no request for {_told(driver.events[0])}")
+
+
+def _free(allocator: Allocator, event: Mapping[str, Any]) -> None:
+    address = event["addr"]
+    if event["action"] == FREE_REQUESTED or allocator.in_use(address):
+        allocator.request_free(address)
+    if event["action"] == FREE_COMPLETED:
+        allocator.complete_free(address)
+
+
+class _Pools:
+    """Which private pool an event is about."""
+
+    def __init__(self, *segments: Iterable[SegmentState]) -> None:
+        known = sorted((segment.address, segment.address + segment.size, segment.pool)
+                       for state in segments for segment in state if segment.pool is not None)
+        self._known, self._starts = known, [start for start, _, _ in known]
+
+    def of(self, event: Mapping[str, Any]) -> PoolId | None:
+        pool = event.get("pool_id")
+        if pool is not None:
+            return tuple(pool) if any(pool) else None
+        at = bisect_right(self._starts, event.get("addr", 0)) - 1
+        return self._known[at][2] if at >= 0 and event.get("addr", 0) < self._known[at][1] else None
+
+
+class _Group(NamedTuple):
+    """What shares the virtual range of an expandable segment."""
+
+    pool: PoolId | None
+    stream: int
+    small: bool
+
+
+def _ranges(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], settings: Settings,
+            pools: _Pools) -> list[RangeState]:
+    """The virtual ranges that were there before the first event, each from the first address that was ever mapped in it
+    to the next. What is mapped in a range for whom is told by the request that follows.
+
+    A range whose pages are all given back is gone, so what is mapped after that is in another.
+    """
+    owner = {page: _Group(segment.pool, segment.stream, segment.small) for segment in start if segment.expandable
+             for page in range(segment.address, segment.address + segment.size, _PAGE)}
+    first: dict[_Group, int] = {}
+    mapped: dict[_Group, int] = {}
+    for page, group in owner.items():
+        first[group] = min(first.get(group, page), page)
+        mapped[group] = mapped.get(group, 0) + 1
+    waiting: list[Mapping[str, Any]] = []
+    for event in events:
+        if event["action"] == SEGMENT_MAP:
+            waiting.append(event)
+        elif event["action"] == SEGMENT_UNMAP:
+            for page in range(event["addr"], event["addr"] + event["size"], _PAGE):
+                if (gone := owner.pop(page, None)) is not None:
+                    mapped[gone] -= 1
+        elif event["action"] in (ALLOC, OOM) and waiting:
+            small = rules.is_small(rules.round_size(event["size"], settings))
+            group = _Group(pools.of(event), event["stream"], small)
+            if mapped.get(group):
+                first[group] = min(first[group], *(new["addr"] for new in waiting))
+                for new in waiting:
+                    pages = range(new["addr"], new["addr"] + new["size"], _PAGE)
+                    owner |= dict.fromkeys(pages, group)
+                    mapped[group] += len(pages)
+            waiting = []
+    bounds = sorted({*first.values(), *(segment.address for segment in start)})
+    groups = {address: group for group, address in first.items()}
+    found = []
+    for address, group in groups.items():
+        above = [bound for bound in bounds if bound > address and owner_of(start, bound, group)]
+        page = rules.page_size(group.small, settings)
+        size = min(above[0] - address, _FURTHEST) if above else _FURTHEST
+        found.append(RangeState(address, size // page * page, group.stream, group.small, group.pool))
+    return found
+
+
+def owner_of(start: Sequence[SegmentState], address: int, group: _Group) -> bool:
+    """Whether something else than a group's own begins at an address."""
+    return not any(segment.address == address and segment.expandable and
+                   _Group(segment.pool, segment.stream, segment.small) == group for segment in start)
