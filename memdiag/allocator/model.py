@@ -1,6 +1,6 @@
 """The caching allocator of one CUDA device: requests in; addresses, segments and failures out.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator``), as of PyTorch 2.9 and later;
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator``), as of PyTorch 2.13;
 ``docs/allocator.md`` says which they are, what earlier versions did otherwise and what is not modelled.
 """
 
