@@ -32,6 +32,9 @@ def recorded(about: tuple[str, int | None, int | None], script: list[Any]) -> tu
     live: list[int] = []
     for step in script:
         do(step, allocator, plain, live)
+        if events and events[-1].action == "free_requested":
+            # It waits for other streams. Were it completed next, it would look as though it had not.
+            events.append(Event("snapshot", 0, 0, 0))
     return allocator, as_pytorch_has_them(events)
 
 
@@ -41,7 +44,8 @@ def blocks(allocator: Any) -> list[Any]:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(allocators, st.lists(steps.filter(lambda step: step[0] != "release_pool"), min_size=15, max_size=80))
+@given(allocators.filter(lambda about: not all(word in about[0] for word in ("expandable", "max_split_size"))),
+       st.lists(steps.filter(lambda step: step[0] != "release_pool"), min_size=15, max_size=80))
 def test_what_the_model_recorded_it_does_again(about: tuple[str, int | None, int | None], script: list[Any]) -> None:
     # GIVEN a record of a model with little memory
     allocator, events = recorded(about, script)
@@ -123,6 +127,7 @@ def test_each_real_request_lands_where_it_did(data_folder: Path) -> None:
             assert found.allocations == sum(event["action"] == "alloc" for event in events), where
             assert found.segments == sum(event["action"].startswith("segment") for event in events), where
             assert found.failures == sum(event["action"] == "oom" for event in events), where
+            assert found.singly == 0, where
 
             # AND what there is in the end is what the snapshot has, block by block
             assert found.allocator.segments() == end, where

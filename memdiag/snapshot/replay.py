@@ -3,6 +3,10 @@
 The model is handed the addresses that the driver gave, and decides all else itself: which free block serves a request,
 when a new segment is asked for and of what size, what is given back. Replay ends at the first event that it disagrees
 with, since nothing after that can be held against the model.
+
+Two things are not in a record. A limit: where blocks have a largest size to be split, a request may have failed by it
+that expandable segments had room for. And of a free that was completed next, whether it had waited for other streams
+until memory was short: it is taken for one that had not.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class Replayed:
         allocator: the model after the last event that agrees.
         allocations: requests that landed at their real address.
         segments: segments and mapped ranges that were taken and given back as they really were.
+        singly: of these, segments and ranges given back that were not all there was to give back. With a garbage
+            collection or a largest size to split that is so; which ones is then taken from the record.
         failures: requests that failed as they really did.
         disagreement: what the model would have done otherwise, and at which event; None where all agrees.
     """
@@ -47,6 +53,7 @@ class Replayed:
     allocator: Allocator
     allocations: int
     segments: int
+    singly: int
     failures: int
     disagreement: str | None
 
@@ -62,12 +69,13 @@ class _Recorded:
         events: what was recorded of segments and is still to be done.
         beginning: where an expandable segment begins, if the next request begins one.
         done: how much of that was done.
+        singly: how much was given back because the record says so.
     """
 
     def __init__(self) -> None:
         self.events: deque[Mapping[str, Any]] = deque()
         self.beginning = 0
-        self.done = 0
+        self.done = self.singly = 0
 
     def allocate(self, size: int) -> int | None:
         if not self._is_next(SEGMENT_ALLOC):
@@ -135,36 +143,45 @@ def replay(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], s
     allocator = Allocator(settings, driver=driver, segments=start, ranges=_ranges(start, events, settings, mapped))
     beginnings = _Beginnings(events, mapped)
     counts = {ALLOC: 0, OOM: 0}
-    number, disagreement = 0, None
+    number, disagreement, late = 0, None, False
     try:
         for number, event in enumerate(events):
             if event["action"] in _NEW + _BACK:
                 driver.events.append(event)
             elif event["action"] in counts:
                 driver.beginning = beginnings.of(_group(event, settings, pools), number - len(driver.events))
-                _request(allocator, driver, event, pools.of(event))
+                _request(allocator, driver, event, pools.of(event), late)
                 counts[event["action"]] += 1
+                late = False
             elif event["action"] in (FREE_REQUESTED, FREE_COMPLETED):
                 _settle(allocator, driver)
-                _free(allocator, event)
+                late |= _free(allocator, event, events[number - 1])
         _settle(allocator, driver)
     except (_Disagreement, ValueError) as error:
         disagreement = f"event {number}, {_told(events[number])}: {error}"
-    return Replayed(allocator, counts[ALLOC], driver.done, counts[OOM], disagreement)
+    return Replayed(allocator, counts[ALLOC], driver.done, driver.singly, counts[OOM], disagreement)
 
 
 def _told(event: Mapping[str, Any]) -> str:
     return f"{event['action']} of {event.get('size')} bytes at {event.get('addr', 0):#x}"
 
 
-def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], pool: PoolId | None) -> None:
+def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], pool: PoolId | None,
+             late: bool) -> None:
+    """Makes a request.
+
+    Args:
+        late: whether frees that had waited for other streams were completed right before.
+    """
     size, stream = event["size"], event["stream"]
-    # What was given back just before was so by the script where there is room without it; else it may have been to try
-    # again, which the model does itself. With a garbage collection the limit would have to be known: it is followed.
-    if driver.back() and (allocator.settings.garbage_collection_threshold or allocator.fits(size, stream, pool)):
-        _give_back(allocator, driver)
+    # Whether the script emptied the cache or the allocator did so to try again is not recorded, and what comes of the
+    # request is the same. So what was given back first goes first. Where it was to try again, the allocator looks for
+    # no free block any more, though there may be one by then.
+    tried = late or bool(driver.back())
+    _give_back(allocator, driver)
+    again = tried and (event["action"] == OOM or bool(driver.events)) and allocator.fits(size, stream, pool)
     try:
-        address = allocator.malloc(size, stream, pool)
+        address = allocator.malloc(size, stream, pool, again=again)
     except OutOfMemory:
         if event["action"] != OOM:
             raise _Disagreement("it would need a new segment" if not driver.events else
@@ -179,11 +196,12 @@ def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], 
 
 
 def _give_back(allocator: Allocator, driver: _Recorded) -> None:
-    """What is given back without a request: all there is, in its order, or a part, piece by piece."""
+    """What is given back next: all there is, in its order; else a part, piece by piece, as only the record knows it."""
     while back := driver.back():
         if back == allocator.releasable():
             allocator.empty_cache()
         else:
+            driver.singly += 1
             allocator.release(back[0][0])
 
 
@@ -194,12 +212,17 @@ def _settle(allocator: Allocator, driver: _Recorded) -> None:
         raise _Disagreement(f"there is no request for {_told(driver.events[0])}")
 
 
-def _free(allocator: Allocator, event: Mapping[str, Any]) -> None:
+def _free(allocator: Allocator, event: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """One half of a free, or both where the first was not recorded. Whether it completes one that had waited."""
     address = event["addr"]
-    if event["action"] == FREE_REQUESTED or allocator.in_use(address):
+    if in_use := allocator.in_use(address):
         allocator.request_free(address)
-    if event["action"] == FREE_COMPLETED:
-        allocator.complete_free(address)
+    if event["action"] == FREE_REQUESTED:
+        if not in_use:
+            raise _Disagreement(f"no block in use begins at {address:#x}")
+        return False
+    allocator.complete_free(address)
+    return not in_use and (before["action"], before.get("addr")) != (FREE_REQUESTED, address)
 
 
 class _Pools:
