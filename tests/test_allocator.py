@@ -313,6 +313,20 @@ def test_blocks_above_the_largest_size_to_split_are_kept_whole() -> None:
     assert current(allocator, "reserved_bytes") == (66 * MIB,)
 
 
+def test_of_large_blocks_as_many_go_as_are_enough() -> None:
+    # GIVEN three free segments of 32 MiB on a device that is full
+    allocator = Allocator(Settings.parse("max_split_size_mb:32"), capacity=96 * MIB)
+    blocks = [allocator.malloc(32 * MIB) for _ in range(3)]
+    for block in blocks:
+        allocator.free(block)
+
+    # WHEN 64 MiB are asked for, THEN two of them go, those at the highest addresses
+    allocator.malloc(64 * MIB)
+    assert blocks[0] in [segment.address for segment in allocator.segments()]
+    assert current(allocator, "reserved_bytes", "segment") == (96 * MIB, 2)
+    assert allocator.stats.num_alloc_retries == 0
+
+
 def test_nothing_is_asked_for_or_freed() -> None:
     allocator = Allocator()
     assert allocator.malloc(0) == 0

@@ -94,6 +94,14 @@ def test_plans() -> None:
     assert "1 of 1 equal to the byte, at most 0.000% off; 0 of 1 budgets exceeded" in output
 
 
+def test_allocator() -> None:
+    # GIVEN few live blocks / WHEN a few requests are made to the model of the allocator
+    output = run("allocator", "--requests", "200", "--blocks", "100")
+    # THEN each of the settings has a row; how long it took hangs on the machine
+    assert output.count(" 100 ") == 4
+    assert "expandable_segments:True" in output
+
+
 def test_plan_scale() -> None:
     # GIVEN a stack of a few blocks / WHEN plans are looked for
     output = run("plan_scale", "--blocks", "4", "--slack", "1e6")

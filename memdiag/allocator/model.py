@@ -1,6 +1,6 @@
 """The caching allocator of one CUDA device: requests in; addresses, segments and failures out.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator``), as of PyTorch 2.9 and later;
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator``), as of PyTorch 2.13;
 ``docs/allocator.md`` says which they are, what earlier versions did otherwise and what is not modelled.
 """
 
@@ -90,12 +90,14 @@ class Allocator:
         self._blocks = self._heap.blocks
         self._restore(list(segments), list(ranges))
 
-    def malloc(self, requested: int, stream: int = 0, pool: PoolId | None = None) -> int:
+    def malloc(self, requested: int, stream: int = 0, pool: PoolId | None = None, *, again: bool = False) -> int:
         """The address of a block for so many bytes; 0 for none, for which PyTorch does not ask the allocator.
 
         Args:
             pool: the private pool to take it from. As within ``torch.cuda.use_mem_pool`` or a graph's capture, a
                 request that fails then gives nothing back to the device to try again.
+            again: look through no free blocks, as in the midst of a second try: a replay knows that it was one. What
+                was freed since the first is not looked at then.
 
         Raises:
             OutOfMemory: as PyTorch raises ``OutOfMemoryError``. The allocator can be used on.
@@ -106,7 +108,7 @@ class Allocator:
         if not capturing and (self._deferred or self._over):
             self._complete_those_over()
         request = self._request(requested, stream, pool, capturing)
-        block = self._search(request)
+        block = None if again else self._search(request)
         if block is None:
             request, block = self._more(request)
         return self._hand_out(block, request)

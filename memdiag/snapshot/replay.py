@@ -3,12 +3,16 @@
 The model is handed the addresses that the driver gave, and decides all else itself: which free block serves a request,
 when a new segment is asked for and of what size, what is given back. Replay ends at the first event that it disagrees
 with, since nothing after that can be held against the model.
+
+Two things are not in a record. A limit: where blocks have a largest size to be split, a request may have failed by it
+that expandable segments had room for. And of a free that was completed next, whether it had waited for other streams
+until memory was short: it is taken for one that had not.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +32,7 @@ from memdiag.allocator.state import (
 
 _NEW, _BACK = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
 _FURTHEST = 1 << 45  # bytes of virtual space taken for a range that nothing follows
+_NOWHERE = 1 << 62
 _PAGE = rules.SMALL_SEGMENT
 
 
@@ -39,6 +44,8 @@ class Replayed:
         allocator: the model after the last event that agrees.
         allocations: requests that landed at their real address.
         segments: segments and mapped ranges that were taken and given back as they really were.
+        singly: of these, segments and ranges given back that were not all there was to give back. With a garbage
+            collection or a largest size to split that is so; which ones is then taken from the record.
         failures: requests that failed as they really did.
         disagreement: what the model would have done otherwise, and at which event; None where all agrees.
     """
@@ -46,6 +53,7 @@ class Replayed:
     allocator: Allocator
     allocations: int
     segments: int
+    singly: int
     failures: int
     disagreement: str | None
 
@@ -55,11 +63,19 @@ class _Disagreement(Exception):
 
 
 class _Recorded:
-    """A driver that does what is next in the record."""
+    """A driver that does what is next in the record.
+
+    Attributes:
+        events: what was recorded of segments and is still to be done.
+        beginning: where an expandable segment begins, if the next request begins one.
+        done: how much of that was done.
+        singly: how much was given back because the record says so.
+    """
 
     def __init__(self) -> None:
         self.events: deque[Mapping[str, Any]] = deque()
-        self.done = 0
+        self.beginning = 0
+        self.done = self.singly = 0
 
     def allocate(self, size: int) -> int | None:
         if not self._is_next(SEGMENT_ALLOC):
@@ -72,9 +88,7 @@ class _Recorded:
         self._next()
 
     def reserve(self, size: int) -> int:
-        if not self._is_next(SEGMENT_MAP):
-            raise _Disagreement("it would begin an expandable segment")
-        return int(self.events[0]["addr"])
+        return self.beginning
 
     def unreserve(self, address: int, size: int) -> None:
         pass
@@ -125,37 +139,49 @@ def replay(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], s
         end: what was there after the last; it tells private pools of events that do not name theirs.
     """
     driver, pools = _Recorded(), _Pools(start, end)
-    allocator = Allocator(settings, driver=driver, segments=start, ranges=_ranges(start, events, settings, pools))
+    mapped = _mapped(events, settings, pools)
+    allocator = Allocator(settings, driver=driver, segments=start, ranges=_ranges(start, events, settings, mapped))
+    beginnings = _Beginnings(events, mapped)
     counts = {ALLOC: 0, OOM: 0}
-    number, disagreement = 0, None
+    number, disagreement, late = 0, None, False
     try:
-        for number, event in enumerate(events):  # noqa: B007
+        for number, event in enumerate(events):
             if event["action"] in _NEW + _BACK:
                 driver.events.append(event)
             elif event["action"] in counts:
-                _request(allocator, driver, event, pools.of(event))
+                driver.beginning = beginnings.of(_group(event, settings, pools), number - len(driver.events))
+                _request(allocator, driver, event, pools.of(event), late)
                 counts[event["action"]] += 1
+                late = False
             elif event["action"] in (FREE_REQUESTED, FREE_COMPLETED):
                 _settle(allocator, driver)
-                _free(allocator, event)
+                late |= _free(allocator, event, events[number - 1])
         _settle(allocator, driver)
     except (_Disagreement, ValueError) as error:
         disagreement = f"event {number}, {_told(events[number])}: {error}"
-    return Replayed(allocator, counts[ALLOC], driver.done, counts[OOM], disagreement)
+    return Replayed(allocator, counts[ALLOC], driver.done, driver.singly, counts[OOM], disagreement)
 
 
 def _told(event: Mapping[str, Any]) -> str:
     return f"{event['action']} of {event.get('size')} bytes at {event.get('addr', 0):#x}"
 
 
-def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], pool: PoolId | None) -> None:
+def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], pool: PoolId | None,
+             late: bool) -> None:
+    """Makes a request.
+
+    Args:
+        late: whether frees that had waited for other streams were completed right before.
+    """
     size, stream = event["size"], event["stream"]
-    # What was given back just before was so by the script where there is room without it; else it may have been to try
-    # again, which the model does itself. With a garbage collection the limit would have to be known: it is followed.
-    if driver.back() and (allocator.settings.garbage_collection_threshold or allocator.fits(size, stream, pool)):
-        _give_back(allocator, driver)
+    # Whether the script emptied the cache or the allocator did so to try again is not recorded, and what comes of the
+    # request is the same. So what was given back first goes first. Where it was to try again, the allocator looks for
+    # no free block any more, though there may be one by then.
+    tried = late or bool(driver.back())
+    _give_back(allocator, driver)
+    again = tried and (event["action"] == OOM or bool(driver.events)) and allocator.fits(size, stream, pool)
     try:
-        address = allocator.malloc(size, stream, pool)
+        address = allocator.malloc(size, stream, pool, again=again)
     except OutOfMemory:
         if event["action"] != OOM:
             raise _Disagreement("it would need a new segment" if not driver.events else
@@ -170,11 +196,12 @@ def _request(allocator: Allocator, driver: _Recorded, event: Mapping[str, Any], 
 
 
 def _give_back(allocator: Allocator, driver: _Recorded) -> None:
-    """What is given back without a request: all there is, in its order, or a part, piece by piece."""
+    """What is given back next: all there is, in its order; else a part, piece by piece, as only the record knows it."""
     while back := driver.back():
         if back == allocator.releasable():
             allocator.empty_cache()
         else:
+            driver.singly += 1
             allocator.release(back[0][0])
 
 
@@ -185,12 +212,17 @@ def _settle(allocator: Allocator, driver: _Recorded) -> None:
         raise _Disagreement(f"there is no request for {_told(driver.events[0])}")
 
 
-def _free(allocator: Allocator, event: Mapping[str, Any]) -> None:
+def _free(allocator: Allocator, event: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """One half of a free, or both where the first was not recorded. Whether it completes one that had waited."""
     address = event["addr"]
-    if event["action"] == FREE_REQUESTED or allocator.in_use(address):
+    if in_use := allocator.in_use(address):
         allocator.request_free(address)
-    if event["action"] == FREE_COMPLETED:
-        allocator.complete_free(address)
+    if event["action"] == FREE_REQUESTED:
+        if not in_use:
+            raise _Disagreement(f"no block in use begins at {address:#x}")
+        return False
+    allocator.complete_free(address)
+    return not in_use and (before["action"], before.get("addr")) != (FREE_REQUESTED, address)
 
 
 class _Pools:
@@ -217,50 +249,70 @@ class _Group(NamedTuple):
     small: bool
 
 
-def _ranges(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], settings: Settings,
-            pools: _Pools) -> list[RangeState]:
-    """The virtual ranges that were there before the first event, each from the first address that was ever mapped in it
-    to the next. What is mapped in a range for whom is told by the request that follows.
+def _group(event: Mapping[str, Any], settings: Settings, pools: _Pools) -> _Group:
+    small = rules.is_small(rules.round_size(event["size"], settings))
+    return _Group(pools.of(event), event["stream"], small)
 
-    A range whose pages are all given back is gone, so what is mapped after that is in another.
+
+def _mapped(events: Sequence[Mapping[str, Any]], settings: Settings, pools: _Pools) -> dict[int, _Group]:
+    """Whose the mapped ranges are, by number of their event: the request that follows tells."""
+    found: dict[int, _Group] = {}
+    waiting: list[int] = []
+    for number, event in enumerate(events):
+        if event["action"] == SEGMENT_MAP:
+            waiting.append(number)
+        elif event["action"] in (ALLOC, OOM) and waiting:
+            found |= dict.fromkeys(waiting, _group(event, settings, pools))
+            waiting = []
+    return found
+
+
+class _Beginnings:
+    """Where an expandable segment begins that is made at some event: where something is next mapped in it."""
+
+    def __init__(self, events: Sequence[Mapping[str, Any]], mapped: Mapping[int, _Group]) -> None:
+        self._of: dict[_Group, list[tuple[int, int]]] = {}
+        for number, group in mapped.items():
+            self._of.setdefault(group, []).append((number, events[number]["addr"]))
+        self._never = 0
+
+    def of(self, group: _Group, number: int) -> int:
+        found = self._of.get(group, [])
+        at = bisect_left(found, (number, 0))
+        if at < len(found):
+            return found[at][1]
+        # Nothing is ever mapped there, so any place will do that is nobody's.
+        self._never += 1
+        return _NOWHERE + self._never * 2 * _FURTHEST
+
+
+def _ranges(start: Sequence[SegmentState], events: Sequence[Mapping[str, Any]], settings: Settings,
+            mapped: Mapping[int, _Group]) -> list[RangeState]:
+    """The virtual ranges that were there before the first event, each from the first address that was ever mapped in it
+    to the next. A range whose pages are all given back is gone: what is mapped after that is in another.
     """
     owner = {page: _Group(segment.pool, segment.stream, segment.small) for segment in start if segment.expandable
              for page in range(segment.address, segment.address + segment.size, _PAGE)}
     first: dict[_Group, int] = {}
-    mapped: dict[_Group, int] = {}
+    pages: Counter[_Group] = Counter(owner.values())
     for page, group in owner.items():
         first[group] = min(first.get(group, page), page)
-        mapped[group] = mapped.get(group, 0) + 1
-    waiting: list[Mapping[str, Any]] = []
-    for event in events:
-        if event["action"] == SEGMENT_MAP:
-            waiting.append(event)
-        elif event["action"] == SEGMENT_UNMAP:
-            for page in range(event["addr"], event["addr"] + event["size"], _PAGE):
-                if (gone := owner.pop(page, None)) is not None:
-                    mapped[gone] -= 1
-        elif event["action"] in (ALLOC, OOM) and waiting:
-            small = rules.is_small(rules.round_size(event["size"], settings))
-            group = _Group(pools.of(event), event["stream"], small)
-            if mapped.get(group):
-                first[group] = min(first[group], *(new["addr"] for new in waiting))
-                for new in waiting:
-                    pages = range(new["addr"], new["addr"] + new["size"], _PAGE)
-                    owner |= dict.fromkeys(pages, group)
-                    mapped[group] += len(pages)
-            waiting = []
-    bounds = sorted({*first.values(), *(segment.address for segment in start)})
-    groups = {address: group for group, address in first.items()}
+    for number, event in enumerate(events):
+        covered = range(event.get("addr", 0), event.get("addr", 0) + event.get("size", 0), _PAGE)
+        if event["action"] == SEGMENT_UNMAP:
+            pages.subtract(owner.pop(page) for page in covered if page in owner)
+        elif number in mapped and pages[mapped[number]]:
+            group = mapped[number]
+            first[group] = min(first[group], event["addr"])
+            owner |= dict.fromkeys(covered, group)
+            pages[group] += len(covered)
+    own = {(segment.address, _Group(segment.pool, segment.stream, segment.small)) for segment in start
+           if segment.expandable}
+    others = sorted({*first.values(), *(segment.address for segment in start)})
     found = []
-    for address, group in groups.items():
-        above = [bound for bound in bounds if bound > address and owner_of(start, bound, group)]
+    for group, address in first.items():
+        # Real ranges do not reach into each other; where one ends is not recorded.
+        end = next((other for other in others if other > address and (other, group) not in own), address + _FURTHEST)
         page = rules.page_size(group.small, settings)
-        size = min(above[0] - address, _FURTHEST) if above else _FURTHEST
-        found.append(RangeState(address, size // page * page, group.stream, group.small, group.pool))
+        found.append(RangeState(address, (end - address) // page * page, group.stream, group.small, group.pool))
     return found
-
-
-def owner_of(start: Sequence[SegmentState], address: int, group: _Group) -> bool:
-    """Whether something else than a group's own begins at an address."""
-    return not any(segment.address == address and segment.expandable and
-                   _Group(segment.pool, segment.stream, segment.small) == group for segment in start)
