@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rolled_back import at_end, at_start, read
 from test_allocator_properties import allocators, both, do, steps
 
-from memdiag.allocator import Event, Settings
+from memdiag.allocator import BlockState, Event, SegmentState, Settings
 from memdiag.allocator.rules import MIN_BLOCK
+from memdiag.snapshot.read import read_snapshot
 from memdiag.snapshot.replay import Replayed, replay
+from memdiag.snapshot.rollback import roll_back, settings_of
 
 NOT_PYTORCHS = {"four_streams_synthetic.pickle"}
 """Made up: blocks begin at odd addresses, outside of all segments."""
@@ -36,7 +37,6 @@ def recorded(about: tuple[str, int | None, int | None], script: list[Any]) -> tu
             # It waits for other streams. Were it completed next, it would look as though it had not.
             events.append(Event("snapshot", 0, 0, 0))
     return allocator, as_pytorch_has_them(events)
-
 
 
 def blocks(allocator: Any) -> list[Any]:
@@ -97,18 +97,43 @@ def test_a_segment_of_another_size() -> None:
     assert found.allocations == 0
 
 
-def devices(path: Path) -> list[tuple[Replayed, list[Any], list[dict[str, Any]]]]:
-    snapshot = read(path)
-    if not isinstance(snapshot, dict):
-        return []
+class NoGlobals(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a snapshot")
+
+
+STATES = {"active_pending_free": "active_awaiting_free"}
+
+
+def at_end(path: Path, device: int) -> list[SegmentState]:
+    """What the file says of its end, read by the test itself."""
+    with path.open("rb") as file:
+        snapshot = NoGlobals(file).load()
     found = []
-    for device, events in enumerate(snapshot["device_traces"]):
+    for segment in snapshot["segments"]:
+        if segment["device"] != device:
+            continue
+        blocks, address = [], segment["address"]
+        for block in segment["blocks"]:
+            state = STATES.get(block["state"], block["state"])
+            requested = 0 if state == "inactive" else block.get("requested_size", 0)
+            blocks.append(BlockState(address, block["size"], requested, state))
+            address += block["size"]
+        pool = tuple(segment.get("segment_pool_id", (0, 0)))
+        found.append(SegmentState(segment["address"], segment["stream"], segment["segment_type"] == "small",
+                                  bool(segment.get("is_expandable")), pool if any(pool) else None, tuple(blocks)))
+    return sorted(found, key=lambda segment: segment.address)
+
+
+def devices(path: Path) -> list[tuple[Replayed, list[SegmentState], list[dict[str, Any]]]]:
+    snapshot = read_snapshot(path)
+    found = []
+    for device in snapshot.devices():
+        events = snapshot.trace(device)
         if any(event["action"] == "alloc" for event in events):
-            end = at_end(snapshot, device)
-            conf = Settings.from_snapshot(snapshot.get("allocator_settings"))
-            if "allocator_settings" not in snapshot:
-                conf = replace(conf, expandable_segments=any(segment.expandable for segment in end))
-            found.append((replay(at_start(end, events, conf), events, conf, end), end, events))
+            end = at_end(path, device)
+            start = roll_back(snapshot, device).segments
+            found.append((replay(start, events, settings_of(snapshot), end), end, events))
     return found
 
 
