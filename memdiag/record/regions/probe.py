@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -113,19 +113,16 @@ class _Hooks:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        handles = [torch_module.register_module_forward_pre_hook(self._before),
-                   torch_module.register_module_forward_hook(self._after)]
-        undo = [handle.remove for handle in handles]
-        undo.append(replaced(checkpoint._checkpoint_hook, "__init__", self._checkpoint))
-        undo.append(replaced(checkpoint, "check_backward_validity", self._checkpoint))
-        apply = Function.__dict__["apply"]
-        Function.apply = classmethod(self._function(apply.__func__))  # type: ignore[method-assign,assignment]
-        try:
+        with ExitStack() as undo:
+            undo.callback(torch_module.register_module_forward_pre_hook(self._before).remove)
+            undo.callback(torch_module.register_module_forward_hook(self._after).remove)
+            undo.callback(replaced(checkpoint._checkpoint_hook, "__init__", self._checkpoint))
+            undo.callback(replaced(checkpoint, "check_backward_validity", self._checkpoint))
+            # A class method of Python's or, from PyTorch 2.14 on, one of C: what both can is to be bound to a class.
+            apply = Function.__dict__["apply"]
+            undo.callback(setattr, Function, "apply", apply)
+            Function.apply = classmethod(self._function(apply.__get__))  # type: ignore[method-assign,assignment]
             yield
-        finally:
-            Function.apply = apply  # type: ignore[method-assign]
-            for back in undo:
-                back()
 
     @plain
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -160,7 +157,7 @@ class _Hooks:
 
         return watched
 
-    def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, bound: Callable[[None, type[Function]], Callable[..., Any]]) -> Callable[..., Any]:
         def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
             backward = getattr(kind.backward, "__code__", None)
             if backward is not None and not in_torch(backward):
@@ -168,6 +165,6 @@ class _Hooks:
                 asked = how_often("saved_tensors", kind.backward)  # type: ignore[arg-type]
                 if len(asked) > 1:
                     self._calls.note(m.UNPACKS_TWICE, kind.__name__, asked[1])
-            return original(kind, *args, **kwargs)
+            return bound(None, kind)(*args, **kwargs)
 
         return apply
