@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from recording import Seen, record
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memdiag.trace import NONE, Kind, Role
 
@@ -247,3 +249,31 @@ class TestTheCheckForChangesInPlace:
             c.zero_()
 
         record(train)
+
+
+@pytest.mark.parametrize("planned", [{}, {"plan_step": 1}])
+def test_a_selective_checkpoint_finds_no_hooks_of_the_scripts(planned: dict[str, int]) -> None:
+    # GIVEN a region that keeps the results of an operator, and would warn of hooks of the script's around it
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.layer, x, use_reentrant=False, context_fn=contexts)
+
+    def train() -> None:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # WHEN it is recorded THEN it does not
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        record(train, **planned)
+    assert not [str(one.message) for one in said]

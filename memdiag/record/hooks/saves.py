@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from time import time_ns
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -24,6 +24,19 @@ from memdiag.record.patch import replaced
 _autograd: Any = torch._C._autograd
 _sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 _NO_OVERRIDES: Any = torch._C.DisableTorchFunction
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_the_scripts(pack: F) -> F:
+    """Marks the first of a pair of saved-tensor hooks as none of the script's.
+
+    From PyTorch 2.14 on, a selective checkpoint looks for the script's hooks around it: it warns where it finds some,
+    or calls them for what it keeps. It passes over those that have these attributes, to the ones beneath, which are
+    none here: ours are the outermost, or run where the script's would not.
+    """
+    marked: Any = pack
+    marked._checkpoint_internal, marked._user_hooks = True, None
+    return pack
 
 
 class Saves:
@@ -158,6 +171,7 @@ class Saves:
         taken.released = self._releases.take()
         return taken
 
+    @not_the_scripts
     def _pack(self, tensor: torch.Tensor) -> Any:
         with _NO_OVERRIDES():
             return self._note(tensor)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from memdiag.apply.operators import can_be_kept
 from memdiag.record.facts import device_name, innermost, plain, storage_of
 from memdiag.record.frames import user_line
+from memdiag.record.hooks.saves import not_the_scripts
 from memdiag.record.regions.calls import Calls
 from memdiag.record.regions.digests import Digest, Digests
 from memdiag.trace import model as m
@@ -162,6 +163,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._step(Op(running.name, running.given, running.reads, makes), running.tensors, [*fresh, *running.writes],
                    running.line)
 
+    @not_the_scripts
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor for backward."""
         frame = sys._getframe(1)

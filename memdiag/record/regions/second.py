@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from memdiag.record.clock import worked_ns
+from memdiag.record.hooks.saves import not_the_scripts
 from memdiag.record.marks import Marks
 from memdiag.record.regions.before import as_before
 from memdiag.record.stream import Stream
@@ -66,7 +67,7 @@ def second_forward(
     with as_before(module, (args, kwargs), disturbed):
         stream.open(Level.LIGHT)
         try:
-            with timer, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse):
+            with timer, torch.autograd.graph.saved_tensors_hooks(_forget, refuse):
                 made = module(*args, **kwargs)
             end = time_ns()
             del made
@@ -105,6 +106,11 @@ class _Timer:
         while ended is not module:  # those inside it whose hook never ran, too
             ended, number = self._open.pop()
             self.calls[number] = self.calls[number]._replace(end_ns=now)
+
+
+@not_the_scripts
+def _forget(_: torch.Tensor) -> None:
+    """What autograd keeps of a tensor: nothing."""
 
 
 def refuse(_: Any) -> torch.Tensor:
