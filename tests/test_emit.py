@@ -433,10 +433,16 @@ class TestCode:
         text = code(before.sites, regions("blocks.1.mlp.0 blocks.1.mlp.1"), str(Path(recorded).parent), "A plan.")
         model = runpy.run_path(recorded)["Model"]()
         x = torch.randn(4, 32)
+        two = list(model.blocks[1].mlp[:2])
+        expected, called = two[1](two[0](x)), []
+        for module in two:
+            module.register_forward_pre_hook(lambda module, given: called.append(module))
         scope: dict[str, Any] = {"model": model, "x": x}
         exec(text, scope)
-        assert torch.equal(scope["x"], model.blocks[1].mlp[1](model.blocks[1].mlp[0](x)))
-        assert type(scope["x"].grad_fn._raw_saved_self.data).__name__ == "_Holder"  # a checkpoint's, for a tensor
+        assert torch.equal(scope["x"], expected)
+        assert called == two
+        scope["x"].sum().backward()
+        assert called == two + two  # backward has both run again
 
     def test_a_copy_of_the_model_runs_its_own_modules(self, plain: tuple[str, Ran], tmp_path: Path) -> None:
         # GIVEN a model whose forwards were exchanged by the code, and a copy of it with weights of its own
