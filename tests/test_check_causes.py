@@ -126,6 +126,8 @@ def told(name: str, value: str) -> Entry:
 
 
 AGAIN = ran("fc", "0=1", returned="5")
+BLOCK = [*ran("block", "0=1"), *ran("block.fc", "0=2")]
+BLOCK_AGAIN = [*ran("block", "0=1", again=True), *ran("block.fc", "0=9", again=True)]
 # What the first run has, the second with the evidence, what its cause and its proof say, and the second without.
 RULES = {
     "drawn-before": ([began("1"), X1], [began("2"), X2], "drawn before this forward", "torch's random generator",
@@ -159,6 +161,14 @@ RULES = {
                 "the parameters of `fc`, in its forward", [*AGAIN, *ran("fc", "0=1", "p", again=True), G2]),
     "given-again": ([*AGAIN, G1], [*AGAIN, *ran("fc", "0=9", again=True), G2], "`fc` was given something else",
                     "what `fc` is given, in its forward", [*AGAIN, *ran("fc", "0=1", again=True), G2]),
+    "drew-between": ([*BLOCK, G1, R1], [*BLOCK, *BLOCK_AGAIN, G2, R2], "`block` drew other random numbers",
+                     "while all that ran again before it was given the same; and the random state after the step",
+                     [*BLOCK, *BLOCK_AGAIN, G2, R1]),
+    "state-between": ([*BLOCK, G1], [*BLOCK, *BLOCK_AGAIN, G2], "`block` did not compute the same",
+                      "what `block.fc` is given", [*BLOCK, *ran("block.fc", "0=9", again=True), G2]),
+    "cleared": ([G1, gradient("3")._replace(nth=1)], [gradient(e.NOTHING), gradient("2")._replace(nth=1)],
+                "are cleared between two micro-batches", "none, though there are some at the optimizer's step",
+                [gradient(e.NOTHING), gradient(e.NOTHING)._replace(nth=1)]),
     "drew-again": ([*AGAIN, G1, R1], [*AGAIN, *ran("fc", "0=1", returned="6", again=True), G2, R2],
                    "`fc` drew other random numbers", "and the random state after the step",
                    [*AGAIN, *ran("fc", "0=1", returned="6", again=True), G2, R1]),

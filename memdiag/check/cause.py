@@ -43,6 +43,7 @@ class _Seen:
     b: Segment
     different: Mapping[Stage, Sequence[Pair]]
     ratios: Mapping[str, float]
+    put_in: tuple[str, ...] = ()  # modules that were made checkpoints
 
     def pair(self, stage: Stage, start: str) -> Pair | None:
         """The first thing of a name that begins so, among what differs."""
@@ -60,14 +61,14 @@ def likely_cause(a: Run, b: Run, compared: Compared, ratios: Mapping[str, float]
         raise ValueError("the runs do not differ")
     if compared.step >= compared.steps:
         return _other_number(a, b)
-    seen = _Seen(a.segments[compared.step], b.segments[compared.step], compared.different, ratios)
+    seen = _Seen(a.segments[compared.step], b.segments[compared.step], compared.different, ratios, _put_in(b))
     rules: dict[Stage, tuple[Callable[[_Seen], Cause | None], ...]] = {
         Stage.INPUTS: (_drawn_before, _other_data),
         Stage.OUTPUTS: (_began_otherwise, _other_mode, _scaled_loss, _drawn_before, _diverges),
-        Stage.GRADIENTS: (_accumulates, _weights_changed, _given_changed, _recomputed_otherwise, _no_gradient,
+        Stage.GRADIENTS: (_accumulates, _cleared, _weights_changed, _given_changed, _recomputed_otherwise, _no_gradient,
                           _drew_otherwise, _scaled_gradients, _read_its_own_state, _at_the_boundary),
-        Stage.BUFFERS: (_updated_twice, _other_state),
-        Stage.RANDOM_STATE: (_draws_more,),
+        Stage.BUFFERS: (_accumulates, _updated_twice, _other_state),
+        Stage.RANDOM_STATE: (_accumulates, _draws_more),
         Stage.PARAMETERS: (_began_otherwise, _other_groups, _other_settings, _other_update),
         Stage.SCHEDULE: (_accumulates, _other_mode, _other_groups, _other_settings, _other_schedule),
     }
@@ -76,6 +77,10 @@ def likely_cause(a: Run, b: Run, compared: Compared, ratios: Mapping[str, float]
         if cause is not None:
             return cause
     raise AssertionError("the last rule of each stage always holds")
+
+
+def _put_in(b: Run) -> tuple[str, ...]:
+    return tuple(module for modules, _ in b.about.get("regions", ()) for module in modules)
 
 
 # --- inputs -------------------------------------------------------------------------------------------------------
@@ -199,6 +204,18 @@ def _accumulates(seen: _Seen) -> Cause | None:
         f"backward calls before the optimizer's step: {_values(pair)}")
 
 
+def _cleared(seen: _Seen) -> Cause | None:
+    """Gradients that a micro-batch had left are gone when the next one begins."""
+    later = {entry.name for entry in seen.b.of(Stage.GRADIENTS.value) if entry.nth and entry.value != e.NOTHING}
+    found = [pair.name for pair in seen.different[Stage.GRADIENTS]
+             if pair.b is not None and pair.b.value == e.NOTHING and pair.name in later]
+    if not found:
+        return None
+    return Cause(f"the gradients of {_some(found)} are cleared between two micro-batches of a step in the second run",
+                 f"the gradients of {_some(found)} when a later micro-batch begins: none, though there are some at the "
+                 "optimizer's step", tuple(found))
+
+
 def _weights_changed(seen: _Seen) -> Cause | None:
     for entry, calls in _recomputed(seen):
         if entry.own and calls and all(entry.own != call.own for call in calls):
@@ -210,16 +227,32 @@ def _weights_changed(seen: _Seen) -> Cause | None:
 
 
 def _given_changed(seen: _Seen) -> Cause | None:
+    before: set[str] = set()  # what ran again by then
     for entry, calls in _recomputed(seen):
         if calls and all(_given(entry) != _given(call) for call in calls):
             first = _first_returned_otherwise(seen)
             if first is not None and first.name != entry.name and _comes_before(seen, first, entry):
                 return None  # it follows from that
+            parent = entry.name.rpartition(".")[0]
+            if parent in before or parent in seen.put_in and any(name.startswith(f"{parent}.") for name in before):
+                return _between_otherwise(seen, entry, parent)
             return Cause(
                 f"`{entry.name}` was given something else when it ran again for backward: a tensor that it is given "
                 "was written to in place after its forward, or a variable that it reads was bound anew",
                 f"what `{entry.name}` is given, in its forward and when it ran again", (entry.name,))
+        before.add(entry.name)
     return None
+
+
+def _between_otherwise(seen: _Seen, entry: Entry, parent: str) -> Cause:
+    """What a module computes by itself, before it calls one that is in it."""
+    proof = (f"what `{entry.name}` is given, in its forward and when it ran again, while all that ran again before it "
+             "was given the same")
+    if seen.different[Stage.RANDOM_STATE]:
+        return Cause(f"`{parent}` drew other random numbers when it ran again for backward: {_to_keep(seen)}",
+                     f"{proof}; and the random state after the step", (parent,))
+    return Cause(f"`{parent}` did not compute the same when it ran again for backward: it depends on a state or a "
+                 "variable that had changed, or draws from a generator of its own", proof, (parent,))
 
 
 def _recomputed_otherwise(seen: _Seen) -> Cause | None:
@@ -444,7 +477,7 @@ def why_failed(b: Run) -> Cause | None:
         return None
     seen = _Seen(b.segments[-1], b.segments[-1], defaultdict(list), {})
     again = [entry.name for entry in seen.b.of(e.RECOMPUTED)]
-    put_in = [module for modules, _ in b.about.get("regions", ()) for module in modules]
+    put_in = _put_in(b)
     if again:
         region = again[-1]
         for name in reversed(again):

@@ -94,7 +94,7 @@ def compare(a: Run, b: Run, within: Places = ()) -> Compared:
 
 def _first(one: Segment, other: Segment, found: Mapping[Stage, Sequence[Pair]]) -> Stage:
     """The stage of what was taken first of all that differs: a micro-batch begins with what those before it left."""
-    moments = other.moments() | one.moments()
+    moments = other.moments() | one.moments() if one.micro_batches == other.micro_batches else {}
     when = {stage: min(moments.get(pair.key, (0, place)) for pair in found[stage])
             for place, stage in enumerate(Stage) if found[stage]}
     return min(when, key=lambda stage: when[stage])

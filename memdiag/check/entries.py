@@ -86,6 +86,11 @@ class Segment:
     def by_key(self, stage: str) -> dict[Key, Entry]:
         return {entry.key: entry for entry in self.entries if entry.stage == stage}
 
+    @property
+    def micro_batches(self) -> int:
+        """That began where another one had been backward through."""
+        return sum(entry.stage == NEXT for entry in self.entries)
+
     def moments(self) -> dict[Key, Moment]:
         """When each entry was taken."""
         order = {stage.value: number for number, stage in enumerate(Stage)}
