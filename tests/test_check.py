@@ -542,8 +542,10 @@ def test_a_generator_of_a_region(runs: Forked, tmp_path: Path, text: str, words:
 
 NOISE = """
     import os
-    def noisy(gradient):
-        return gradient * (1 + 1e-9 * (os.urandom(1)[0] / 128 - 1) + 2e-7 * (os.urandom(1)[0] % 2))
+    noise = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+
+    def noisy(gradient):  # element by element, as sums in another order have it
+        return gradient * (1 + 2e-7 * (torch.rand(gradient.shape, generator=noise) - 0.5))
     for parameter in model.parameters():
         parameter.register_hook(noisy)
 """
