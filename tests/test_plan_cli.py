@@ -350,6 +350,22 @@ class TestScript:
         for name in ("plan.json", "plan.rank1.json"):
             assert json.loads((tmp_path / name).read_text())["chosen"] is None
 
+    def test_a_compiled_model_is_told_apart(self, tmp_path: Path) -> None:
+        # GIVEN a script whose model runs compiled WHEN it is planned THEN it is said that it does, and what to do
+        changes = (("model(x) - x", "compiled(x) - x"),
+                   ("for step in", 'compiled = torch.compile(model, backend="aot_eager")\nfor step in'))
+        text = SCRIPT
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "train.py").write_text(text)
+        done = memdiag(tmp_path, "plan", "-q", "train.py")
+        assert done.returncode == 2
+        assert "`OptimizedModule` runs compiled" in done.stderr
+        # AND with that there is a plan
+        done = memdiag(tmp_path, "plan", "-q", "train.py", TORCH_COMPILE_DISABLE="1")
+        assert done.returncode == 0, done.stderr
+
     def test_nothing_to_plan_for(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text("print('hello')\n")
         done = memdiag(tmp_path, "plan", "-q", "train.py")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from memdiag.errors import MemdiagError
 from memdiag.trace import NONE, Kind, Phase, Trace
-from memdiag.trace.model import AUTOCAST_ENDED, CACHED, GRAD_ON, RECOMPUTE
+from memdiag.trace.model import AUTOCAST_ENDED, CACHED, COMPILED, GRAD_ON, RECOMPUTE
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import at, relative
 from memdiag.trace.view import View
@@ -360,6 +360,13 @@ def _last_inside(ids: Ints, parents: Ints) -> Ints:
     return last
 
 
+def _is_compiled(trace: Trace, call: Call) -> bool:
+    """Whether compiled code ran inside a call."""
+    spans = trace["spans"]
+    inside = (spans["kind"] == Kind.FUNCTION) & (spans["start_event"] >= call.start) & (spans["end_event"] <= call.end)
+    return any(trace.text[name].startswith(COMPILED) for name in set(spans["name"][inside].tolist()))
+
+
 def _let_go(run: View, forwards: list[Call]) -> tuple[Ints, Mask]:
     """When Python lets go of what forwards make, and what autocast keeps: told by forwards that ran once more."""
     trace, born = run.trace, run.life.born
@@ -372,6 +379,11 @@ def _let_go(run: View, forwards: list[Call]) -> tuple[Ints, Mask]:
         rows = rows[np.argsort(born[rows])]
         if any(len(rows) != again.sum() or (table[name][rows] != second[name][again]).any()
                for name in ("bytes", "device")):
+            if _is_compiled(trace, call):
+                raise MemdiagError(
+                    f"`{call.path}` runs compiled, and what compiled code keeps is the compiler's choice: run the "
+                    "script with TORCH_COMPILE_DISABLE=1 in the environment for a plan of it as it is written; "
+                    "--emit compile tells the compiler")
             raise MemdiagError(
                 f"`{call.path}` does not do the same when it runs again on the same inputs: there is no plan for it")
         died = second["died"][again]

@@ -211,6 +211,9 @@ RESERVED_PEAK = "reserved_bytes.all.peak"
 OUTSIDE_PYTORCH = "outside_pytorch_bytes"
 """Device statistic: memory of the device in use by others than PyTorch's allocator."""
 
+COMPILED = "Torch-Compiled Region"
+"""How PyTorch's name for the span of a compiled region begins."""
+
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""
 
