@@ -13,6 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from memdiag.check.check import NOTHING_COMPARED, Check, Request, Verdict
+from memdiag.check.compare import Outcome
+from memdiag.check.entries import Stage
+from memdiag.cli.check import _request
+from memdiag.record.process.launch import Target
+from memdiag.report.check import check_to_markdown, render_check
+
 SCRIPT = """\
 import sys
 import torch
@@ -104,6 +111,41 @@ class TestCommand:
         assert done.returncode == 2
         assert "check.json: exists already; add --force" in done.stderr
         assert (folder / "check.json").read_bytes() == before
+
+
+def test_a_plan_of_other_arguments_predicts_nothing_of_these(tmp_path: Path) -> None:
+    # GIVEN a plan that was made with a smaller batch
+    said = {"peak_bytes": 5, "step_time_ns": 7}
+    plan = {
+        "schema_version": 1, "about": {"argv": ["train.py", "--batch", "8"]}, "baseline": said, "chosen": 0,
+        "plans": [{"name": "a", "regions": [{"modules": ["0"], "kind": "full", "keep": []}], "predicted": said}],
+        "safety": []}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+
+    def asked(*args: str) -> Request:
+        return _request([Target("train.py", None, args)], str(tmp_path / "plan.json"), (), (), None, (3, 0, 4))
+
+    # WHEN it is checked with these THEN what it predicts stands beside, and with others it is said that it does not
+    assert asked("--batch", "8").predicted is not None
+    other = asked("--batch", "64")
+    assert other.predicted is None
+    found = Check(other, Verdict.SAME, dict.fromkeys(Stage, Outcome.EQUAL), steps=3)
+    for text in (render_check(found), check_to_markdown(found)):
+        assert "plan was made with other arguments (--batch 8)" in " ".join(text.split())
+
+
+def test_the_markdown_says_what_was_compared() -> None:
+    # GIVEN checks with another script, with small arguments, and one that could not run
+    script, other = Target("train.py", None, ("--batch", "64")), Target("other.py", None, ())
+    few = Request(script, None, None, ("--batch", "8"), 3, 0, 4)
+    text = check_to_markdown(Check(few, Verdict.SAME, dict.fromkeys(Stage, Outcome.EQUAL), steps=1))
+    failed = Check(
+        Request(script, other, None, None, 3, 0, 4), Verdict.COULD_NOT_RUN, NOTHING_COMPARED, why_not="it fails")
+    # THEN each is told as on a terminal, and there is no table of what was not compared
+    assert "Values compared with other arguments: --batch 8; memory and time are of its own." in text
+    assert "| 1 step" in text
+    assert "The second script: other.py." in check_to_markdown(failed)
+    assert "|" not in check_to_markdown(failed)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -45,7 +45,8 @@ class Request:
         steps: training steps that are compared.
         rounds: runs of each kind that are timed.
         timed_steps: training steps of each of them.
-        predicted: of the plan.
+        predicted: of the plan; None where it was made with other arguments.
+        planned_with: these; None where they are the script's own, or the plan does not say.
     """
 
     script: Target
@@ -56,6 +57,7 @@ class Request:
     rounds: int
     timed_steps: int
     predicted: Predicted | None = None
+    planned_with: tuple[str, ...] | None = None
 
     @property
     def second(self) -> Target:
@@ -444,6 +446,13 @@ def _recorded(left: Left, name: str) -> Trace:
         raise MemdiagError(f"{name} ended with status {left.status} while its memory was recorded:\n"
                            f"{left.last_lines()}")
     return trace
+
+
+def planned_with(plan: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The arguments of the script that a plan was made from; None where it does not say."""
+    about = plan.get("about")
+    argv = about.get("argv") if isinstance(about, dict) else None
+    return tuple(map(str, argv[1:])) if isinstance(argv, list) and argv else None
 
 
 def predicted(plan: Mapping[str, Any]) -> Predicted | None:

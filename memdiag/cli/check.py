@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memdiag.cli import paths
-from memdiag.cli.output import is_seen, json_path, show_or_write
+from memdiag.cli.output import is_seen, json_path, show, show_or_write
 from memdiag.errors import MemdiagError
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def _check(
     show_or_write(lambda: render_check(found), lambda: check_to_json(found), json_file, destination, quiet)
     if markdown is not None:
         paths.write(markdown, check_to_markdown(found))
+        if not quiet and json_file != "-":
+            show(f"wrote {markdown}")
     return _status(found.verdict)
 
 
@@ -112,10 +114,10 @@ def _request(
     scripts: list[Target], plan_file: str | None, patterns: tuple[str, ...], allow: tuple[str, ...],
     small: str | None, counts: tuple[int, int, int],
 ) -> Request:
-    from memdiag.check.check import Request, predicted
+    from memdiag.check.check import Request, planned_with, predicted
     from memdiag.check.spec import Regions
 
-    said = None
+    said = with_others = None
     regions = Regions(patterns=patterns) if patterns else None
     if plan_file is not None:
         from memdiag.apply.read import read
@@ -125,14 +127,20 @@ def _request(
             raise MemdiagError(f"{plan_file}: its chosen plan has no checkpoint; choose another with `memdiag plan "
                                "--choose NAME --json FILE`")
         regions = Regions(tuple((region.modules, region.keep) for region in chosen))
-        said = predicted(json.loads(Path(plan_file).read_text(encoding="utf-8")))
+        plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
+        made_with = planned_with(plan)
+        if made_with is None or made_with == scripts[0].args:
+            said = predicted(plan)
+        else:  # another batch has another peak
+            with_others = made_with
     as_is, *others = scripts
     steps, rounds, timed_steps = counts
     try:
         few = None if small is None else tuple(shlex.split(small))
     except ValueError as error:
         raise MemdiagError(f"--small {small}: {error}") from None
-    return Request(as_is, others[0] if others else None, regions, few, steps, rounds, timed_steps, said)
+    return Request(
+        as_is, others[0] if others else None, regions, few, steps, rounds, timed_steps, said, with_others)
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from memdiag.check.check import Check, Difference, Verdict
+from memdiag.check.check import Check, Difference, Request, Verdict
 from memdiag.check.compare import Outcome
 from memdiag.check.measured import WARM, Memory, Times
 from memdiag.check.spec import SEED
@@ -36,17 +36,28 @@ def render_check(found: Check) -> str:
 def _head(found: Check) -> list[str]:
     request = found.request
     lines = paragraph(f"{_command(request.script)}: {_SAID[found.verdict]}")
-    if request.other is not None:
-        lines += paragraph(f"the second script: {_command(request.other)}")
-    if request.small is not None:
-        lines += paragraph(f"values compared with other arguments: {' '.join(request.small)}; memory and time are of "
-                           "its own")
+    for told in _told_of(request):
+        lines += paragraph(told)
     if found.why_not is not None:
         reason, *code = found.why_not.splitlines()
         lines += [*paragraph(reason), *(f"    {line}" if line else "" for line in code)]
     if found.output and found.verdict is Verdict.COULD_NOT_RUN:
         lines += ["", "  The last that it printed:", *(f"    {line}" for line in found.output.splitlines())]
     return [line[2:] if number == 0 else line for number, line in enumerate(lines)]
+
+
+def _told_of(request: Request) -> list[str]:
+    """What was compared otherwise than one would think."""
+    told = []
+    if request.other is not None:
+        told.append(f"the second script: {_command(request.other)}")
+    if request.small is not None:
+        told.append(f"values compared with other arguments: {shlex.join(request.small)}; memory and time are of its "
+                    "own")
+    if request.planned_with is not None:
+        told.append(f"the plan was made with other arguments ({shlex.join(request.planned_with) or 'none'}), so what "
+                    "it predicts is not set beside what is measured")
+    return told
 
 
 def _command(script: Target) -> str:
@@ -316,6 +327,8 @@ def check_to_json(found: Check) -> str:
 def check_to_markdown(found: Check) -> str:
     """The check as Markdown: the sentence, two tables and what it was measured under."""
     lines = [f"**`{_command(found.request.script)}`: {_SAID[found.verdict]}**", ""]
+    for told in _told_of(found.request):
+        lines += [f"{told[0].upper()}{told[1:]}.", ""]
     if found.why_not is not None:
         lines += [found.why_not, ""]
     if found.difference is not None:
@@ -327,7 +340,9 @@ def check_to_markdown(found: Check) -> str:
     if rows:
         lines += [tabulate(rows, ["", "as it is", _second(found), "change"], tablefmt="github", disable_numparse=True,
                            colalign=("left", "right", "right", "right")), ""]
-    stages = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
-    lines += [tabulate(stages, ["stage", f"{found.steps} steps"], tablefmt="github", disable_numparse=True), ""]
+    if any(outcome is not Outcome.NOT_COMPARED for outcome in found.stages.values()):
+        stages = [[words(stage.value), words(outcome.value)] for stage, outcome in found.stages.items()]
+        head = ["stage", _number(found.steps, "step")]
+        lines += [tabulate(stages, head, tablefmt="github", disable_numparse=True), ""]
     lines += [f"- {name}: {fact}" for name, fact in _facts(found).items() if fact]
     return "\n".join(lines) + "\n"
