@@ -16,6 +16,7 @@ from memdiag.cli.plan import plan
 from memdiag.cli.plot import plot
 from memdiag.cli.profile import profile
 from memdiag.cli.report import report
+from memdiag.cli.snapshot import snapshot
 from memdiag.errors import MemdiagError
 
 # A verb parses inside click and returns what is then done outside it, so that a profiled script has neither click's
@@ -52,6 +53,7 @@ cli.add_command(compare)
 cli.add_command(plan)
 cli.add_command(check)
 cli.add_command(plot)
+cli.add_command(snapshot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

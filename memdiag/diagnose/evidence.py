@@ -15,7 +15,7 @@ from memdiag.diagnose.moment import Moment
 from memdiag.diagnose.saves import Shape
 from memdiag.policy import LEAK_STEPS, PATTERN_SHARE, SAMPLES, SNAPSHOT_PARAMETERS, SPARSE_ROWS
 from memdiag.trace import NONE, Kind, Phase, Role, Trace
-from memdiag.trace.model import STEPPED
+from memdiag.trace.model import SNAPSHOT, STEPPED
 from memdiag.trace.nesting import span_rows
 from memdiag.trace.places import at
 
@@ -299,10 +299,11 @@ class Evidence(Moment):
     @cached_property
     def reachable(self) -> Mask:
         """What checkpointing could free at most: saved activations that were made inside modules, also those that are
-        made anew in backward for a checkpoint that is too large. Of a light step no modules are known: all saved ones.
+        made anew in backward for a checkpoint that is too large. Of a light step, and in a snapshot, no modules are
+        known: all saved ones.
         """
         found = self.of(Class.ACTIVATION) & np.isin(self.role, (Role.SAVED_ACTIVATIONS, Role.RECOMPUTED_ACTIVATIONS))
-        if self.at is self.run:
+        if self.at is self.run and self.at.trace.about.get("source") != SNAPSHOT:
             found &= self.at.nest.of(self.at.nest.module, self.at.born_in) != NONE
         return found
 

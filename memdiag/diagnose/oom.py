@@ -41,6 +41,8 @@ def out_of_memory(run: View) -> tuple[Oom | None, Failure | None]:
     at, event = _moment(run, last, row)
     requested = _known(last["bytes"])
     outside, free = _device(run, last)
+    told = (trace.about.get("failed_requests") or [{}])[-1]  # only the allocator's own record tells
+    free = told.get("free_bytes", free)
     found = None if at is None else Failure(run, at, event, step, phase, requested or 0)
     return Oom(
         device=device,
@@ -55,7 +57,7 @@ def out_of_memory(run: View) -> tuple[Oom | None, Failure | None]:
         reserved_bytes=_known(last["reserved"]),
         free_bytes=free,
         outside_pytorch_bytes=outside,
-        largest_hole_bytes=None,
+        largest_hole_bytes=told.get("largest_hole_bytes"),
         remedies=[] if found is None else _remedies(found, requested, place),
         roles=None if at is None else {role.label: size for role, size in at.by_role(event).items()},
         places=None if at is None else by_place(at, event),

@@ -46,6 +46,7 @@ def as_dict(summary: Summary) -> dict[str, Any]:
         "findings": [_finding(finding) for finding in diagnosis.findings],
         "oom": None if diagnosis.oom is None else _oom(diagnosis.oom),
         "not_seen": summary.not_seen,
+        "segments": None if summary.segments is None else asdict(summary.segments),
     }
 
 

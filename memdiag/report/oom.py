@@ -43,6 +43,7 @@ def _known(oom: Oom) -> dict[str, str | None]:
     return {
         "device": oom.device,
         "there": ", ".join(f"{format_bytes(size)} {what}" for size, what in device if size is not None) or None,
+        "holes": _holes(oom),
         "when": ", ".join(part for part in (step, oom.phase) if part) + times,
         "then": "the run ended by it" if oom.ended_run else "the script went on",
         "where": " › ".join(part for part in (oom.module, oom.operator) if part) or "not known",
@@ -50,6 +51,22 @@ def _known(oom: Oom) -> dict[str, str | None]:
         "forward": oom.forward_line,
         "progress": _progress(oom),
     }
+
+
+def _holes(oom: Oom) -> str | None:
+    """Whether fragmentation had a part in it."""
+    hole, asked = oom.largest_hole_bytes, oom.requested_bytes
+    if hole is None or asked is None:
+        return None
+    if hole >= asked:
+        return f"the largest had {format_bytes(hole)}: enough, but of another stream or pool, or not to be split"
+    text = f"the largest had {format_bytes(hole)}: none was large enough"
+    if oom.reserved_bytes is None or oom.allocated_bytes is None:
+        return text
+    held = oom.reserved_bytes - oom.allocated_bytes
+    if held >= asked:
+        return f"{text}, though {format_bytes(held)} were free in all: fragmentation"
+    return f"{text}, and {format_bytes(held)} free in all would not have been either: not fragmentation"
 
 
 def _progress(oom: Oom) -> str | None:

@@ -115,6 +115,39 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Group:
+    """The segments of one stream and pool; fields as of :class:`Segments`."""
+
+    stream: int
+    pool: list[int]
+    small: bool
+    expandable: bool
+    count: int
+    bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    inactive_split_bytes: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What the allocator held of the device when a snapshot was taken.
+
+    Attributes:
+        free_bytes: of them, in no block that is in use.
+        largest_hole_bytes: of the largest free block; it serves requests of its own stream and pool.
+        inactive_split_bytes: free, in segments that are not free as a whole and cannot be given back.
+    """
+
+    count: int
+    bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    inactive_split_bytes: int
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
 class Summary:
     """The facts of a run.
 
@@ -129,6 +162,7 @@ class Summary:
             None where the peak's events were folded.
         diagnosis: what is short, and why.
         not_seen: what the recording could not see, in its own words.
+        segments: of the device, at the end of a memory snapshot; None for other runs.
     """
 
     about: dict[str, Any]
@@ -145,11 +179,16 @@ class Summary:
     saved_earlier_bytes: int | None
     diagnosis: Diagnosis
     not_seen: list[str]
+    segments: Segments | None
 
 
-def summarize(trace: Trace) -> Summary:
-    """Takes the facts of a run from its trace."""
-    view = View(trace)
+def summarize(trace: Trace, device: str | None = None) -> Summary:
+    """Takes the facts of a run from its trace.
+
+    Args:
+        device: that the figures are to be about; without it, the one that :class:`View` takes.
+    """
+    view = View(trace, device=device)
     device = view.device
     peak = _peak(view)
     saved_step, saved = _saved(trace, view.nest, view.roles, peak.step)
@@ -168,7 +207,15 @@ def summarize(trace: Trace) -> Summary:
         saved_earlier_bytes=_saved_earlier(trace, view.roles, view.worst.event) if view.of_peak is view else None,
         diagnosis=diagnose(view),
         not_seen=trace.not_seen,
+        segments=_segments(trace, device),
     )
+
+
+def _segments(trace: Trace, device: str) -> Segments | None:
+    facts = trace.about.get("segments", {}).get(device)
+    if facts is None:
+        return None
+    return Segments(**{**facts, "groups": [Group(**group) for group in facts["groups"]]})
 
 
 # --- the peak ---------------------------------------------------------------------------------------------------
@@ -260,7 +307,7 @@ def _saved(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) 
     step = peak_step if peak_step is not None and np.any(steps == peak_step) else int(steps.max(initial=NONE))
     chosen = np.flatnonzero(steps == step)
     if not len(chosen):
-        return None, []
+        return _claimed(trace, nest, assigned, peak_step)
     chosen = chosen[np.lexsort((saves["id"][chosen], saves["packed_event"][chosen]))]
     module = module_names(trace, nest, where[chosen])
     operator = operator_names(trace, nest, where[chosen])
@@ -294,6 +341,27 @@ def _saved(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) 
     for kind, members in alike.items():
         result += _folded(trace, kind, members, groups[:, 0].tolist(), count, total, savers)
     return _known(step), sorted(result, key=lambda row: (-row.bytes, row.module or "", row.operator or ""))
+
+
+def _claimed(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) -> tuple[int | None, list[Saved]]:
+    """The same of a record that shows what was kept for backward, but not what kept it: by where it was born."""
+    mine = np.unique(trace["claims"]["allocation"][trace["claims"]["role"] == Role.SAVED_ACTIVATIONS])
+    mine = mine[assigned.of(mine, trace["allocations"]["event"][mine]) == Role.SAVED_ACTIVATIONS]
+    rows = span_rows(trace, trace["allocations"]["span"][mine])
+    steps = nest.of(span_steps(trace, nest), rows)
+    step = peak_step if peak_step is not None and np.any(steps == peak_step) else int(steps.max(initial=NONE))
+    chosen = steps == step
+    mine, rows = mine[chosen], rows[chosen]
+    alike: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)  # a line makes tensors of several sizes
+    for *place, size in zip(module_names(trace, nest, rows).tolist(), operator_names(trace, nest, rows).tolist(),
+                            trace["allocations"]["line"][mine].tolist(),
+                            trace["allocations"]["bytes"][mine].tolist(), strict=True):
+        alike[place[0], place[1], place[2], size].append(size)
+    found = [
+        Saved(trace.string(module), False, trace.string(operator), relative(trace, trace.string(line)), None, None,
+              len(sizes), sum(sizes), Role.SAVED_ACTIVATIONS.label, [])
+        for (module, operator, line, _), sizes in alike.items()]
+    return _known(step), sorted(found, key=lambda row: (-row.bytes, row.module or "", row.operator or ""))
 
 
 def _saved_earlier(trace: Trace, assigned: Roles, event: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from statistics import median_low
+from typing import Any
 
 from memdiag.policy import SAVED_ROWS, UNKNOWN_SHARE
 from memdiag.report.layout import INDENT, WIDTH, facts, paragraph, share, table, words
@@ -13,12 +14,13 @@ from memdiag.report.oom import oom_section
 from memdiag.report.summary import PhasePeak, Saved, Summary
 from memdiag.report.verdict import VERDICT_SECTIONS
 from memdiag.trace import Phase, Role
+from memdiag.trace.model import SNAPSHOT
 from memdiag.units import format_bytes
 
 
 def render_text(summary: Summary) -> str:
     """The report for a person; every line fits 80 columns, the last one ends with a newline."""
-    sections = (_header, _peak, oom_section, _alive, _phases, _saved, _outside, _not_seen, *VERDICT_SECTIONS)
+    sections = (_header, _peak, oom_section, _alive, _phases, _saved, _segments, _outside, _not_seen, *VERDICT_SECTIONS)
     drawn = [section(summary) for section in sections]
     return "\n".join("\n".join(lines) + "\n" for lines in drawn if lines)
 
@@ -28,7 +30,7 @@ def render_text(summary: Summary) -> str:
 
 def _header(summary: Summary) -> list[str]:
     about = summary.about
-    program, *arguments = about.get("argv") or [about.get("script") or ""]
+    program, *arguments = about.get("argv") or [about.get("script") or about.get("snapshot") or ""]
     command = shlex.join([os.path.basename(program), *arguments]) if program else "this run"
     name = about.get("device_names", {}).get(summary.device)
     versions = [("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"), ("memdiag", "memdiag")]
@@ -38,10 +40,16 @@ def _header(summary: Summary) -> list[str]:
         "versions": ", ".join(f"{name} {about[key]}" for name, key in versions if about.get(key)),
         "settings": about.get("allocator_settings"),
         "steps": _steps(summary),
-        "figures": "measured, from every allocation and free that PyTorch reported",
+        "figures": _figures(about),
         "ended": _ended(summary),
     }
     return [shorten(f"Memory of {command}", WIDTH), *facts(known)]
+
+
+def _figures(about: dict[str, Any]) -> str:
+    if about.get("source") != SNAPSHOT:
+        return "measured, from every allocation and free that PyTorch reported"
+    return "measured, from the allocator's own record; roles are inferred from it"
 
 
 def _done(summary: Summary) -> int:
@@ -206,6 +214,26 @@ def _tensor(row: Saved) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _segments(summary: Summary) -> list[str]:
+    held = summary.segments
+    if held is None:
+        return []
+    free = [(held.largest_hole_bytes, "the largest hole"), (held.inactive_split_bytes, "in segments that are in use")]
+    lines = ["Segments, when the snapshot was taken", *facts({
+        "held": f"{format_bytes(held.bytes)} in {held.count:,} segment{'s' * (held.count != 1)}",
+        "free": ", ".join([format_bytes(held.free_bytes), *(f"{format_bytes(size)} {what}" for size, what in free)])})]
+    if not held.groups:
+        return lines
+    rows = [[f"{group.stream:#x}" if group.stream > _SMALL_STREAM else str(group.stream),
+             f"{'small' if group.small else 'large'}{' of ' + str(tuple(group.pool)) if any(group.pool) else ''}",
+             str(group.count), format_bytes(group.bytes), format_bytes(group.free_bytes),
+             format_bytes(group.largest_hole_bytes)] for group in held.groups]
+    return [*lines, *table(["stream", "pool", "count", "held", "free", "largest hole"], rows, "llrrrr")]
+
+
+_SMALL_STREAM = 9999  # streams are handles: what is longer is an address
+
+
 def _outside(summary: Summary) -> list[str]:
     outside = summary.outside_allocator
     figures = [
@@ -217,7 +245,9 @@ def _outside(summary: Summary) -> list[str]:
     ]
     rows = [[what, format_bytes(size)] for what, size in figures if size is not None]
     lines = ["Outside this allocator", *(table(["what", "peak"], rows, "lr") if rows else [])]
-    if outside.host_rss is None:
+    if summary.about.get("source") == SNAPSHOT:
+        lines += paragraph("Not in a snapshot: it tells of PyTorch's allocator alone.")
+    elif outside.host_rss is None:
         lines += paragraph("The resident memory of the process is not known: it is read where a step ends.")
     return lines
 

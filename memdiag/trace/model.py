@@ -214,6 +214,9 @@ OUTSIDE_PYTORCH = "outside_pytorch_bytes"
 COMPILED = "Torch-Compiled Region"
 """How PyTorch's name for the span of a compiled region begins."""
 
+SNAPSHOT = "snapshot"
+"""``about["source"]`` of a trace that was made from a memory snapshot of PyTorch's."""
+
 UNSEEN = "unseen"
 """The kind of a mark that tells of memory that changed without an event."""
 
