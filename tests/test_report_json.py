@@ -44,7 +44,7 @@ FIELDS = {
     "roles_at_peak": (dict,), "outside_allocator": (dict,), "phases": (list,), "steps": (list,), "saved": (list,),
     "saved_earlier_bytes": MAYBE_NUMBER, "growth": (dict,), "scaling": (list,),
     "reachable_by_checkpointing_bytes": MAYBE_NUMBER, "verdict": (dict,), "findings": (list,),
-    "oom": (dict, type(None)), "not_seen": (list,),
+    "oom": (dict, type(None)), "not_seen": (list,), "segments": NOTHING,
 }
 OOM = {
     "device": MAYBE_TEXT, "requested_bytes": MAYBE_NUMBER, "step": MAYBE_NUMBER, "phase": MAYBE_TEXT,

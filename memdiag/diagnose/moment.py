@@ -12,6 +12,7 @@ from memdiag.diagnose.removal import Removal
 from memdiag.diagnose.saves import Matrices, Saves
 from memdiag.policy import FINDING_SHARE
 from memdiag.trace import NONE, Kind, Phase
+from memdiag.trace.model import SNAPSHOT
 from memdiag.trace.places import Place, module_names, operator_names, relative
 from memdiag.trace.view import View
 
@@ -163,7 +164,10 @@ class Moment:
         return f"the largest part comes from {where}" + (f" at {place.line}" if place.line else "")
 
     def main_birth(self, chosen: Mask) -> Place:
-        """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at."""
+        """The module, operator and line that most of the bytes of ``chosen`` at the peak were born at.
+
+        In a snapshot, which names no modules, a line that all layers share counts once for each size it makes.
+        """
         trace = self.at.trace
         mine = np.flatnonzero(chosen & self.alive)
         if not len(mine):
@@ -171,9 +175,9 @@ class Moment:
         rows = self.at.born_in[mine]
         key = np.stack([
             module_names(trace, self.at.nest, rows), operator_names(trace, self.at.nest, rows),
-            trace["allocations"]["line"][mine]], axis=1)
+            trace["allocations"]["line"][mine], self.size[mine] * (trace.about.get("source") == SNAPSHOT)], axis=1)
         keys, group = np.unique(key, axis=0, return_inverse=True)
         total = np.zeros(len(keys), dtype=np.int64)
         np.add.at(total, group.reshape(-1), self.size[mine])
-        module, operator, line = (trace.string(int(number)) for number in keys[total.argmax()])
+        module, operator, line = (trace.string(int(number)) for number in keys[total.argmax()][:3])
         return Place(module, operator, relative(trace, line))

@@ -59,6 +59,8 @@ def stretches(events: Sequence[Event], seen: Sequence[Seen], annotations: Sequen
     Args:
         seen: what the stack of each event tells.
     """
+    if not events:
+        return []
     steps = _Steps(annotations)
     marked: list[tuple[int, Phase | None]] = []  # where a stretch begins, and BACKWARD, OPTIMIZER or None
     known = False
