@@ -210,6 +210,31 @@ def cli(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
                           text=True, check=False)
 
 
+def test_a_range_of_events_has_what_was_there_when_it_began() -> None:
+    # GIVEN the record of a step
+    snapshot = training().snapshot()
+    whole = View(trace_of(snapshot))
+    course = follow(snapshot, 0)
+
+    # WHEN only some of its events are asked for
+    part = View(trace_of(snapshot, events=(2, 9)))
+
+    # THEN the bytes are those of the allocator there, and what everything is is the same
+    assert part.line.start_bytes == course.allocated[2]
+    changes = course.allocated[2:10][1:][np.diff(course.allocated[2:10]) != 0]
+    assert np.array_equal(part.line.live, changes)
+    after = int(np.count_nonzero(np.diff(course.allocated[:3])))
+    for event in range(len(part.line.live)):
+        assert part.by_role(event) == whole.by_role(event + after)
+    with pytest.raises(MemdiagError, match=r"no events 5:999; it has 0:\d+"):
+        trace_of(snapshot, events=(5, 999))
+
+
+def test_an_empty_snapshot_is_refused() -> None:
+    with pytest.raises(MemdiagError, match="the snapshot is empty"):
+        trace_of(Snapshot("made up", (), [], None, [], ()))
+
+
 # --- files of real GPUs ------------------------------------------------------------------------------------------
 
 DATA = os.environ.get("MEMDIAG_DATA")

@@ -18,6 +18,7 @@ from memdiag.snapshot.holes import largest_hole, segment_facts
 from memdiag.snapshot.known import Births, Known, known
 from memdiag.snapshot.peaks import follow
 from memdiag.snapshot.phases import Seen, Stacks, Stretch, stretches
+from memdiag.snapshot.window import part_of
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Trace
 from memdiag.trace.model import RESERVED_PEAK, SCHEMA, SNAPSHOT, as_table
 from memdiag.version import __version__
@@ -25,26 +26,31 @@ from memdiag.version import __version__
 Ints = NDArray[np.int64]
 
 
-def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
+def trace_of(snapshot: Snapshot, device: int | None = None, events: tuple[int, int] | None = None) -> Trace:
     """A snapshot as a trace.
 
     Args:
         device: only that one; all that the file has where None.
+        events: only those of the record from the first of these numbers up to, not including, the second; of several
+            devices in order of time. What was there when they begin is there, and roles are told by the whole record.
 
     Raises:
-        MemdiagError: when the file has no such device, or its events cannot have happened.
+        MemdiagError: when the file has no such device or events, or its events cannot have happened.
     """
     there = snapshot.devices()
     if device is not None and device not in there:
         has = f"it has {', '.join(map(str, there))}" if there else "it has none"
         raise MemdiagError(f"{snapshot.path}: no memory of device {device} is in this snapshot; {has}")
-    return _Building(snapshot, there if device is None else [device]).trace()
+    if not there:
+        raise MemdiagError(f"{snapshot.path}: the snapshot is empty: no segment and no event is in it; take it while "
+                           "the memory is in use")
+    return _Building(snapshot, there if device is None else [device], events).trace()
 
 
 class _Building:
     """A trace that is put together. Events of the devices are numbered on, in order of time where they have times."""
 
-    def __init__(self, snapshot: Snapshot, devices: Sequence[int]) -> None:
+    def __init__(self, snapshot: Snapshot, devices: Sequence[int], events: tuple[int, int] | None) -> None:
         self._snapshot, self._devices = snapshot, list(devices)
         self._courses = {device: follow(snapshot, device) for device in devices}
         self._text: dict[str, int] = {}
@@ -65,6 +71,9 @@ class _Building:
         self._seen: list[Seen] = [stacks.of(event.get("frames", empty)) for event in self._events]
         self._stretches = stretches(self._events, self._seen, snapshot.annotations)
         self._failures: list[dict[str, Any]] = []
+        self._range = (0, len(merged)) if events is None else events
+        if not 0 <= self._range[0] < self._range[1] <= len(merged) and events is not None:
+            raise MemdiagError(f"{snapshot.path}: has no events {events[0]}:{events[1]}; it has 0:{len(merged)}")
 
     def trace(self) -> Trace:
         born, died = self._lives()
@@ -76,7 +85,9 @@ class _Building:
         self._out_of_memory(memory)
         tables = {name: as_table(name, dict(zip(SCHEMA[name], zip(*rows, strict=True), strict=True)))
                   for name, rows in self._rows.items() if rows}
-        return Trace(self._about(), list(self._text), tables)
+        whole = Trace(self._about(), list(self._text), tables)
+        first, last = self._range
+        return whole if self._range == (0, len(self._events)) else part_of(whole, int(memory[first]), int(memory[last]))
 
     def _event(self, device: int, number: int) -> Event:
         return self._snapshot.trace(device)[number]
@@ -192,7 +203,10 @@ class _Building:
             workspace=[None if one is None else one.place.workspace for one in seen]))
 
     def _statistics(self, place: int, device: int) -> None:
-        reserved = self._courses[device].peak("reserved").bytes
+        # Before the first event of the range, and after each of them.
+        numbers, (first, last) = self._number[device][:-1], self._range
+        begins, ends = np.searchsorted(numbers, first), np.searchsorted(numbers, last)
+        reserved = int(self._courses[device].reserved[begins:ends + 1].max())
         self._rows["device_stats"].append((NONE, place, self._intern(RESERVED_PEAK), reserved))
 
     def _out_of_memory(self, memory: Ints) -> None:
