@@ -5,7 +5,7 @@ A snapshot has no owners: what is a parameter follows from what its gradient sho
 1. *workspace*: the stack of its birth is that of cuBLAS or cuDNN asking for room to work in; or it was there before,
    is never freed, and has the size of the workspace that PyTorch gives cuBLAS by default.
 2. *optimizer state*: born in an optimizer's step and alive after it, with a gradient's size; or freed in such a step
-   that made as many of its size that stay.
+   that made as many of its size that stay; or allocated in such a step before the record, and never freed.
 3. *gradients*: born in backward, and alive when the next optimizer's step begins, or where no step follows when
    backward ends.
 4. *saved activations*: born in forward, and freed while backward ran.
@@ -47,7 +47,8 @@ class Births:
         stretch: number of the stretch that each event is in, one more for the end.
         phases: of each stretch.
         unit: the end of the operator's run of events that it was born in.
-        module: whether it was born inside a module's call; ``workspace``: the library that asked for it, if one did.
+        module: whether it was born inside a module's call; ``workspace``: the library that asked for it, if one did;
+            optimizer: whether an optimizer's step did.
     """
 
     bytes: Ints
@@ -59,19 +60,25 @@ class Births:
     unit: Ints
     module: Mask
     workspace: Sequence[str | None]
+    optimizer: Mask
 
 
 @dataclass(frozen=True)
 class Known:
-    """The role of some blocks, with the proof."""
+    """The role of some blocks, with the proof.
+
+    Attributes:
+        since: of each block, the event after which it is that; from birth on where None.
+    """
 
     rows: Ints
     role: Role
     proof: str
+    since: Ints | None = None
 
 
 def known(blocks: Births) -> list[Known]:
-    """What is shown of the blocks of a device. No block is in two of them."""
+    """What is shown of the blocks of a device. A later one of a block goes on from where it is said to begin."""
     return _Rules(blocks).found()
 
 
@@ -99,6 +106,8 @@ class _Rules:
         self._take(asked, Role.WORKSPACE, "asked for by cuBLAS or cuDNN to work in")
         self._take((b.born == NONE) & self._stays & (b.requested == CUBLAS_DEFAULT), Role.WORKSPACE,
                    "there before the record and never freed, of the size of cuBLAS's default workspace")
+        self._take((b.born == NONE) & self._stays & b.optimizer, Role.OPTIMIZER_STATE,
+                   "allocated in an optimizer's step before the record, and never freed")
         gradients = self._gradients()
         sizes, number = np.unique(b.requested[gradients], return_counts=True)
         self._state(sizes)
@@ -145,9 +154,23 @@ class _Rules:
             b.requested[self._gradients()], return_counts=True)), strict=True))
         enough = [size for size, times in zip(kept.tolist(), count.tolist(), strict=True) if times >= gradient[size]]
         made &= np.isin(b.requested, enough)
-        self._take(made, Role.OPTIMIZER_STATE, "born in an optimizer's step, of a gradient's size, and not freed by it")
         replaced = self._left & (self._died == Phase.OPTIMIZER) & (self._born_in != self._died_in)
         replaced &= (b.born == NONE) & np.isin(b.requested, enough)
+        # What takes the place of another is the state once that is gone: both together would be more than there is.
+        waiting = [(mine[:len(old)], np.sort(b.died[old])[:len(mine)]) for size in enough
+                   for mine, old in [(np.flatnonzero(made & (b.requested == size)),
+                                      np.flatnonzero(replaced & (b.requested == size)))]]
+        rows = np.concatenate([rows for rows, _ in waiting] or [np.empty(0, np.int64)])
+        since = np.concatenate([since for _, since in waiting] or [np.empty(0, np.int64)])
+        early = b.born[rows] < since
+        rows, since = rows[early], since[early]
+        instead = np.zeros_like(made)
+        instead[rows] = True
+        self._take(made & ~instead, Role.OPTIMIZER_STATE,
+                   "born in an optimizer's step, of a gradient's size, and not freed by it")
+        self._take(instead, Role.OPTIMIZER_TEMPORARIES, "new state, while that which it replaces is still there")
+        if len(rows):
+            self._known.append(Known(rows, Role.OPTIMIZER_STATE, "in the place of state that is gone", since))
         self._take(replaced, Role.OPTIMIZER_STATE,
                    "freed in an optimizer's step that put another of its size in its place")
 

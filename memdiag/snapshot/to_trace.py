@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from memdiag.allocator.state import OOM
 from memdiag.errors import MemdiagError
 from memdiag.snapshot.data import Event, Snapshot
+from memdiag.snapshot.frames import Place
 from memdiag.snapshot.holes import largest_hole, segment_facts
 from memdiag.snapshot.known import Births, Known, known
 from memdiag.snapshot.peaks import follow
@@ -66,9 +67,12 @@ class _Building:
             self._number[of][number] = at
         for numbers in self._number.values():
             numbers[-1] = len(merged)
-        stacks = Stacks()
-        empty: list[Any] = []
-        self._seen: list[Seen] = [stacks.of(event.get("frames", empty)) for event in self._events]
+        self._stacks = stacks = Stacks()
+        self._empty: list[Any] = []
+        self._seen: list[Seen] = [stacks.of(event.get("frames", self._empty)) for event in self._events]
+        # The state has the stacks of blocks whose events are not in the record any more.
+        self._at = {(segment.device, block.address): block.frames for segment in snapshot.segments
+                    for block in segment.blocks if block.frames}
         self._stretches = stretches(self._events, self._seen, snapshot.annotations)
         self._failures: list[dict[str, Any]] = []
         self._range = (0, len(merged)) if events is None else events
@@ -173,9 +177,10 @@ class _Building:
             if event == NONE:
                 at = int(np.searchsorted(starts, blocks.address[row], side="right")) - 1
                 stream = streams[int(starts[at])] if at >= 0 else NONE
+                before = self._before(device, int(blocks.address[row]), int(died[row])).place
                 self._rows["allocations"].append((
-                    place, Pool.ALLOCATOR, blocks.address[row], blocks.bytes[row], NONE, NONE, NONE, NONE, NONE,
-                    _signed(stream)))
+                    place, Pool.ALLOCATOR, blocks.address[row], blocks.bytes[row], NONE, NONE, NONE,
+                    self._intern(_line(before)), self._intern(before.inner), _signed(stream)))
             else:
                 self._rows["allocations"].append((
                     place, Pool.ALLOCATOR, blocks.address[row], blocks.bytes[row], memory[event], self._time(event),
@@ -186,21 +191,31 @@ class _Building:
                     first + len(self._rows["allocations"]) - first - 1, memory[died[row]], self._time(int(died[row]))))
         for found in self._known(device, born[there], died[there], there):
             proof = self._intern(found.proof)
-            self._rows["claims"] += [(first + row, NONE, found.role, NONE, proof) for row in found.rows.tolist()]
+            since = [NONE] * len(found.rows) if found.since is None else (memory[found.since] + 1).tolist()
+            self._rows["claims"] += [(first + row, event, found.role, NONE, proof) for row, event in zip(
+                found.rows.tolist(), since, strict=True)]
+
+    def _before(self, device: int, address: int, died: int) -> Seen:
+        """What is known of the birth of a block that was there before the record."""
+        stays = died == len(self._events)
+        return self._stacks.of(self._at.get((device, address), self._empty) if stays else self._empty)
 
     def _known(self, device: int, born: Ints, died: Ints, rows: Ints) -> list[Known]:
         blocks = self._courses[device].blocks
         stretch = np.full(len(self._events) + 1, len(self._stretches), dtype=np.int64)
         for at, one in enumerate(self._stretches):
             stretch[one.start:one.end] = at
-        seen = [None if event == NONE else self._seen[event] for event in born.tolist()]
+        places = zip(born.tolist(), died.tolist(), blocks.address[rows].tolist(), strict=True)
+        seen = [self._before(device, address, end) if event == NONE else self._seen[event]
+                for event, end, address in places]
         unit = np.zeros(len(born), dtype=np.int64)
         unit[born != NONE] = self._run_end[born[born != NONE]]
         return known(Births(
             bytes=blocks.bytes[rows], requested=blocks.requested[rows], born=born, died=died, stretch=stretch,
             phases=[one.phase for one in self._stretches],
-            unit=unit, module=np.array([one is not None and one.module for one in seen], dtype=bool),
-            workspace=[None if one is None else one.place.workspace for one in seen]))
+            unit=unit, module=np.array([one.module for one in seen], dtype=bool),
+            workspace=[one.place.workspace for one in seen],
+            optimizer=np.array([one.place.optimizer for one in seen], dtype=bool)))
 
     def _statistics(self, place: int, device: int) -> None:
         # Before the first event of the range, and after each of them.
@@ -288,11 +303,14 @@ class _Building:
         return NONE if time is None or time >= 1 << 53 else time * 1000
 
     def _line(self, event: int) -> str | None:
-        line = self._seen[event].place.line
-        return None if line is None else f"{line[0]}:{line[1]}"
+        return _line(self._seen[event].place)
 
     def _intern(self, text: str | None) -> int:
         return NONE if text is None else self._text.setdefault(text, len(self._text))
+
+
+def _line(place: Place) -> str | None:
+    return None if place.line is None else f"{place.line[0]}:{place.line[1]}"
 
 
 def _signed(stream: int) -> int:

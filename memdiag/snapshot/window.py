@@ -34,6 +34,9 @@ def part_of(trace: Trace, first: int, last: int) -> Trace:
     claims = tables["claims"]
     _keep(claims, kept[claims["allocation"]])
     claims["allocation"] = new[claims["allocation"]]
+    later = claims["event"] != NONE
+    # From before the first event on is from event 0 on, before which nothing else can be seen of it.
+    claims["event"] = np.where(later, np.maximum(claims["event"] - first, 0), NONE)
     spans = tables["spans"]
     _keep(spans, (spans["start_event"] < last) & (spans["end_event"] > first))
     steps = tables["steps"]
