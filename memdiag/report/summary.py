@@ -14,7 +14,7 @@ from memdiag.diagnose import Diagnosis, diagnose
 from memdiag.report.names import fold
 from memdiag.trace import NONE, Kind, Level, Phase, Pool, Role, Trace
 from memdiag.trace.ledger import Roles
-from memdiag.trace.model import OUTSIDE_PYTORCH, RESERVED_PEAK
+from memdiag.trace.model import OUTSIDE_PYTORCH, RESERVED_PEAK, SNAPSHOT
 from memdiag.trace.nesting import Nesting, span_rows
 from memdiag.trace.peak import span_steps
 from memdiag.trace.places import Place, birth, module_names, operator_names, relative
@@ -307,7 +307,9 @@ def _saved(trace: Trace, nest: Nesting, assigned: Roles, peak_step: int | None) 
     step = peak_step if peak_step is not None and np.any(steps == peak_step) else int(steps.max(initial=NONE))
     chosen = np.flatnonzero(steps == step)
     if not len(chosen):
-        return _claimed(trace, nest, assigned, peak_step)
+        if trace.about.get("source") == SNAPSHOT:
+            return _claimed(trace, nest, assigned, peak_step)
+        return None, []
     chosen = chosen[np.lexsort((saves["id"][chosen], saves["packed_event"][chosen]))]
     module = module_names(trace, nest, where[chosen])
     operator = operator_names(trace, nest, where[chosen])
