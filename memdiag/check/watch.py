@@ -170,7 +170,7 @@ class Watch:
         """A model is called for the first time."""
         for name, parameter in self._parameters(root):
             self._tensor(e.BEGAN_PARAMETERS, name, parameter)
-        for module, _, key, value in self._kept(root):
+        for module, key, _, value in self._kept(root):
             if not isinstance(value, torch.Tensor):
                 self._at_first[id(module), key] = repr(value)
 
@@ -181,12 +181,16 @@ class Watch:
                 self._outermost.names.parameter(parameter, name)
                 yield name, parameter
 
-    def _kept(self, root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]:
-        """What modules keep beside parameters and buffers: the module, its path, the attribute and its value."""
+    def _attributes(self, root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]:
+        """All that modules have: the module, the attribute, its name in the model, and its value."""
         for path, module in root.named_modules():
             for key, value in vars(module).items():
-                if key not in _MODULES_OWN and (isinstance(value, (torch.Tensor, *_PLAIN)) or _is_flat(value)):
-                    yield module, path, key, value
+                yield module, key, self._outermost.names.join(root, f"{path}.{key}" if path else key), value
+
+    def _kept(self, root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]:
+        """Of that, what they keep beside parameters and buffers."""
+        return (one for one in self._attributes(root) if one[1] not in _MODULES_OWN and (
+            isinstance(one[3], (torch.Tensor, *_PLAIN)) or _is_flat(one[3])))
 
     def _models(self) -> Iterator[nn.Module]:
         return (root for reference in self._outermost.models if (root := reference()) is not None)
@@ -307,10 +311,10 @@ class Watch:
             for name, buffer in root.named_buffers():
                 if not is_lazy(buffer):
                     self._tensor(stage, join(root, name), buffer)
-            for module, path, key, value in self._kept(root):
+            for module, key, name, value in self._kept(root):
                 # What no step changes is how the module was made, and may be what makes it a checkpoint.
                 if isinstance(value, torch.Tensor) or self._at_first.get((id(module), key)) != repr(value):
-                    self._value(stage, join(root, f"{path}.{key}" if path else key), value)
+                    self._value(stage, name, value)
 
     def _random(self, stage: str) -> None:
         self._note(stage, "torch", self._digest(torch.get_rng_state()))
@@ -318,13 +322,11 @@ class Watch:
         if cuda.is_initialized():
             for device in range(cuda.device_count()):
                 self._note(stage, f"torch, cuda:{device}", self._digest(cuda.get_rng_state(device)))
-        kind, keys, *rest = cast("tuple[str, Any, int, int, float]", np.random.get_state(legacy=True))
         for root in self._models():
-            for path, module in root.named_modules():
-                for key, value in vars(module).items():
-                    if isinstance(value, torch.Generator):
-                        name = self._outermost.names.join(root, f"{path}.{key}" if path else key)
-                        self._note(stage, f"{e.OWN_GENERATOR}{name}", self._digest(value.get_state()))
+            for _, _, name, value in self._attributes(root):
+                if isinstance(value, torch.Generator):
+                    self._note(stage, f"{e.OWN_GENERATOR}{name}", self._digest(value.get_state()))
+        kind, keys, *rest = cast("tuple[str, Any, int, int, float]", np.random.get_state(legacy=True))
         for name, state in (("Python", repr(random.getstate()).encode()),
                             ("NumPy", keys.tobytes() + repr((kind, rest)).encode())):
             self._note(stage, name, hashlib.blake2b(state, digest_size=8).hexdigest())

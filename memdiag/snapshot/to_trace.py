@@ -188,7 +188,7 @@ class _Building:
                     self._intern(self._seen[event].place.inner), _signed(self._events[event]["stream"])))
             if died[row] < len(self._events):
                 self._rows["frees"].append((
-                    first + len(self._rows["allocations"]) - first - 1, memory[died[row]], self._time(int(died[row]))))
+                    len(self._rows["allocations"]) - 1, memory[died[row]], self._time(int(died[row]))))
         for found in self._known(device, born[there], died[there], there):
             proof = self._intern(found.proof)
             since = [NONE] * len(found.rows) if found.since is None else (memory[found.since] + 1).tolist()
